@@ -1,0 +1,1 @@
+"""Kernels for GPUs and processors; imported as `pdlab_kernels`."""

@@ -1,0 +1,138 @@
+"""What one step of the engine leaves behind: plain data, no tensors and no model.
+
+Everything a picture shows comes from these records, so a saved trace replays offline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+Phase = Literal["prefill", "decode"]
+
+
+class Candidate(NamedTuple):
+    """One of the most probable next tokens at a sampled position."""
+
+    token_id: int
+    probability: float
+
+
+@dataclass(frozen=True)
+class SequenceRecord:
+    """What one sequence did in one step.
+
+    The step computed K and V for `token_ids`, which stand at positions `start` to `end - 1`.
+    `sampled` is the token drawn from the last of them, or None when this was not the last chunk.
+    """
+
+    request_id: str
+    phase: Phase
+    start: int
+    token_ids: list[int]
+    blocks_taken: list[int]
+    sampled: int | None = None
+    top: list[Candidate] = field(default_factory=list)
+    text: str = ""
+    """Text released to the caller in this step (may lag the token by a few bytes)."""
+    finish_reason: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def end(self) -> int:
+        """Context length after this step, in tokens."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A sequence that held KV blocks while the step ran (scheduled in it or not)."""
+
+    request_id: str
+    block_table: list[int]
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One engine step. Times in seconds; bytes and FLOPs are counted from the shapes that ran.
+
+    `residents` and the KV figures are taken after the forward pass and before finished sequences
+    give their blocks back; `blocks_freed` and `num_free_blocks` are taken after that.
+    """
+
+    step: int
+    start_s: float
+    """Start of the step, in seconds since the engine was made."""
+    wall_s: float
+    stage_s: dict[str, float]
+    """Wall time by stage: schedule, prepare, embed, qkv, attention, mlp, logits, sample, output."""
+    sequences: list[SequenceRecord]
+    residents: list[Resident]
+    waiting: list[str]
+    preempted: list[str]
+    blocks_freed: list[int]
+    num_free_blocks: int
+    kv_used_bytes: int
+    """Bytes of KV slots that hold a token's K and V."""
+    kv_wasted_bytes: int
+    """Bytes of KV slots inside taken blocks that hold nothing yet."""
+    flops: dict[str, int]
+    """FLOPs by part: qkv, attention, output, mlp, logits."""
+    bytes_moved: dict[str, int]
+    """Bytes by part: weights, kv_read, kv_write."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.sequences)
+
+    @property
+    def total_flops(self) -> int:
+        return sum(self.flops.values())
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes_moved.values())
+
+    @property
+    def phase(self) -> Literal["prefill", "decode", "mixed", "idle"]:
+        phases = {s.phase for s in self.sequences}
+        if len(phases) == 2:
+            return "mixed"
+        return phases.pop() if phases else "idle"
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """A request as it was submitted."""
+
+    request_id: str
+    prompt: str
+    prompt_ids: list[int]
+    params: dict
+    arrival_s: float
+
+
+@dataclass(frozen=True)
+class Capture:
+    """An intermediate tensor kept by a probe.
+
+    `attention` has shape [num_heads, num_queries, num_keys]; `q`, `k`, `v` have shape
+    [num_tokens, heads, head_dim]; `hidden` has shape [num_tokens, hidden_size].
+    Rows stand for positions `start` and on. `source` says who computed it: `engine` for a tensor
+    the step itself used, `reference` for one recomputed beside it (fused attention keeps no
+    weights, so attention weights are always recomputed from the engine's own q and cached K).
+    """
+
+    step: int
+    request_id: str
+    layer: int
+    name: Literal["attention", "q", "k", "v", "hidden"]
+    source: Literal["engine", "reference"]
+    start: int
+    array: np.ndarray

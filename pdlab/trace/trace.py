@@ -1,0 +1,122 @@
+"""A recorded run: header, requests, steps, captures. Saves to compact JSON and loads without a model."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from dataclasses import asdict, dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pdlab.trace.records import (
+    Candidate,
+    Capture,
+    RequestRecord,
+    Resident,
+    SequenceRecord,
+    StepRecord,
+)
+
+TRACE_VERSION = 1
+
+
+@dataclass
+class Trace:
+    """Everything a run recorded.
+
+    `machine`, `model` and `engine` say what the numbers were measured on; `tokens` maps every
+    token id that occurs to the string shown for it.
+    """
+
+    machine: dict[str, Any] = field(default_factory=dict)
+    """processor, cores, threads, torch, python, device, date (ISO 8601, UTC)."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """name, dtype, weight_bytes, and under `config` the fields of ModelConfig."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """The fields of EngineConfig, and kv_bytes_per_token."""
+    tokens: dict[int, str] = field(default_factory=dict)
+    requests: dict[str, RequestRecord] = field(default_factory=dict)
+    steps: list[StepRecord] = field(default_factory=list)
+    captures: list[Capture] = field(default_factory=list)
+
+    def sequence_steps(self, request_id: str) -> list[tuple[StepRecord, SequenceRecord]]:
+        """The steps in which one request ran, in order, each with its part of the step."""
+        return [(r, s) for r in self.steps for s in r.sequences if s.request_id == request_id]
+
+    def output_ids(self, request_id: str) -> list[int]:
+        """Token ids sampled for one request, in order."""
+        pairs = self.sequence_steps(request_id)
+        return [s.sampled for _, s in pairs if s.sampled is not None]
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write JSON, compressed when the name ends in .gz."""
+        text = json.dumps(self._to_json(), ensure_ascii=False, separators=(",", ":"))
+        data = text.encode()
+        if str(path).endswith(".gz"):
+            data = gzip.compress(data, mtime=0)
+        Path(path).write_bytes(data)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Trace:
+        """Read what `save` wrote.
+
+        Raises:
+            ValueError: the file is not a trace, or its version is not the one this code reads.
+        """
+        data = Path(path).read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+        try:
+            raw = json.loads(data)
+        except ValueError as error:
+            raise ValueError(f"{path} is not a pdlab trace: {error}") from error
+        version = raw.get("version") if isinstance(raw, dict) else None
+        if version != TRACE_VERSION:
+            raise ValueError(f"{path} has trace version {version}; this reads {TRACE_VERSION}")
+        return cls._from_json(raw)
+
+    def _to_json(self) -> dict[str, Any]:
+        raw = {name: getattr(self, name) for name in ("machine", "model", "engine", "tokens")}
+        raw["version"] = TRACE_VERSION
+        raw["requests"] = [asdict(r) for r in self.requests.values()]
+        raw["steps"] = [asdict(s) for s in self.steps]
+        raw["captures"] = [asdict(c) | {"array": _pack(c.array)} for c in self.captures]
+        return raw
+
+    @classmethod
+    def _from_json(cls, raw: dict[str, Any]) -> Trace:
+        return cls(
+            machine=raw["machine"],
+            model=raw["model"],
+            engine=raw["engine"],
+            tokens={int(k): v for k, v in raw["tokens"].items()},
+            requests={r["request_id"]: RequestRecord(**r) for r in raw["requests"]},
+            steps=[_step(s) for s in raw["steps"]],
+            captures=[Capture(**c | {"array": _unpack(c["array"])}) for c in raw["captures"]],
+        )
+
+
+def _step(raw: dict[str, Any]) -> StepRecord:
+    sequences = [
+        SequenceRecord(**s | {"top": [Candidate(*c) for c in s["top"]]}) for s in raw["sequences"]
+    ]
+    residents = [Resident(**r) for r in raw["residents"]]
+    return StepRecord(**raw | {"sequences": sequences, "residents": residents})
+
+
+def _pack(array: np.ndarray) -> dict[str, Any]:
+    array = np.ascontiguousarray(array)
+    return {
+        "dtype": array.dtype.str,
+        "shape": list(array.shape),
+        "data": base64.b64encode(array.tobytes()).decode("ascii"),
+    }
+
+
+def _unpack(raw: dict[str, Any]) -> np.ndarray:
+    flat = np.frombuffer(base64.b64decode(raw["data"]), dtype=raw["dtype"])
+    return flat.reshape(raw["shape"])
