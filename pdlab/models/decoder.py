@@ -1,0 +1,250 @@
+"""One decoder for the Llama family: embeddings, layers, final norm, head.
+
+A forward pass is written as it is served. Everything in it is token-wise (each row is computed from
+that row alone) except attention, and attention is not here: the caller passes `attend`, which gets
+q, k, v of the new tokens and returns what they attended to. So one forward pass serves the paged
+engine, the cacheless baseline, and whatever kernel stands behind `attend`. This file does not know
+about blocks, sequences or phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pdlab.models.config import ModelConfig
+from pdlab.models.rope import apply_rope, rope_tables
+
+
+class Attend(Protocol):
+    """Attention over whatever the new tokens may see, themselves included."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim].
+
+        Returns [num_tokens, num_heads, head_dim].
+        """
+        ...
+
+
+Lap = Callable[[str], None]
+"""Called with a stage's name when that stage of the forward pass ends."""
+
+
+def no_lap(stage: str) -> None:
+    """Keep no time."""
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class DecoderLayer(nn.Module):
+    """One layer, cut where attention happens: `project` before it, `combine` after it."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.input_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.qkv = nn.Linear(hidden, config.q_size + 2 * config.kv_size, bias=config.qkv_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.output = nn.Linear(config.q_size, hidden, bias=config.output_bias)
+        self.mlp_norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.gate_up = nn.Linear(hidden, 2 * inner, bias=config.mlp_bias)
+        self.down = nn.Linear(inner, hidden, bias=config.mlp_bias)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[num_tokens, hidden_size] to q, k, v, with the positions rotated into q and k."""
+        c = self.config
+        sizes = (c.q_size, c.kv_size, c.kv_size)
+        q, k, v = self.qkv(self.input_norm(x)).split(sizes, dim=-1)
+        q = q.unflatten(-1, (c.num_heads, c.head_dim))
+        k = k.unflatten(-1, (c.num_kv_heads, c.head_dim))
+        v = v.unflatten(-1, (c.num_kv_heads, c.head_dim))
+        if c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+
+    def combine(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Add the output projection of attention, then the gated MLP (Shazeer 2020, SwiGLU)."""
+        x = x + self.output(attended.flatten(-2))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Decoder(nn.Module):
+    """A Llama-family decoder without attention.
+
+    Attributes:
+        row_tile: None, or the number of rows that every token-wise function is given at once.
+            A matrix product may round differently for 1 row than for 100, so with a fixed number
+            of rows (the last tile is padded) a token's result no longer depends on the batch it
+            is computed in. Exact mode sets this.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__()
+        self.config = config
+        with torch.device("meta"):
+            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+            self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.head.weight = self.embedding.weight
+        self.to_empty(device=device).to(dtype).requires_grad_(False)
+        if config.tie_word_embeddings:
+            self.head.weight = self.embedding.weight
+        self.cos, self.sin = rope_tables(config, config.max_model_len, device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.weight.dtype
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights held; tied embeddings count once."""
+        return sum(p.numel() * p.element_size() for p in self.parameters())
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        row_tile: int | None = None,
+        lap: Lap = no_lap,
+    ) -> Tensor:
+        """Hidden states after the last layer, [num_tokens, hidden_size], before the final norm.
+
+        Args:
+            token_ids, positions: [num_tokens], int64, on this model's device.
+            attend: attention, called once a layer.
+            row_tile: see `in_row_tiles`; None gives all rows at once.
+            lap: told when a stage ends: embed, qkv, attention, mlp.
+        """
+        x = self.embedding(token_ids)
+        cos, sin = self.cos[positions], self.sin[positions]
+        lap("embed")
+        for index, layer in enumerate(self.layers):
+            q, k, v = in_row_tiles(layer.project, row_tile, x, cos, sin)
+            lap("qkv")
+            attended = attend(index, q, k, v)
+            lap("attention")
+            x = in_row_tiles(layer.combine, row_tile, x, attended)
+            lap("mlp")
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, *, row_tile: int | None = None) -> Tensor:
+        """Next-token logits of the given rows, float32, [num_rows, vocab_size]."""
+        return in_row_tiles(lambda x: self.head(self.final_norm(x)), row_tile, hidden).float()
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill the weights from tensors named as Hugging Face names them.
+
+        Raises:
+            ValueError: a name is missing or unknown, or a shape does not fit.
+        """
+        places = self._places()
+        missing = set(places)
+        for name, tensor in tensors:
+            if name.endswith("rotary_emb.inv_freq"):
+                continue
+            if self.config.tie_word_embeddings and name == "lm_head.weight":
+                continue
+            if name not in places:
+                raise ValueError(f"weight {name!r} has no place in a {self.config.family} decoder")
+            target = places[name]
+            if tensor.shape != target.shape:
+                raise ValueError(
+                    f"weight {name!r} has shape {tuple(tensor.shape)}, "
+                    f"the configuration asks for {tuple(target.shape)}"
+                )
+            target.copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise ValueError(f"{len(missing)} weights are missing, first: {sorted(missing)[0]!r}")
+
+    def _places(self) -> dict[str, Tensor]:
+        """Hugging Face name of every weight, and the (view of a) tensor it belongs in."""
+        c = self.config
+        places = {
+            "model.embed_tokens.weight": self.embedding.weight,
+            "model.norm.weight": self.final_norm.weight,
+        }
+        if not c.tie_word_embeddings:
+            places["lm_head.weight"] = self.head.weight
+        for index, layer in enumerate(self.layers):
+            names = {
+                "input_layernorm": (layer.input_norm,),
+                "post_attention_layernorm": (layer.mlp_norm,),
+                "self_attn.o_proj": (layer.output,),
+                "mlp.down_proj": (layer.down,),
+            }
+            if c.qk_norm:
+                names |= {"self_attn.q_norm": (layer.q_norm,), "self_attn.k_norm": (layer.k_norm,)}
+            fused = {
+                ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): (
+                    layer.qkv,
+                    (c.q_size, c.kv_size, c.kv_size),
+                ),
+                ("mlp.gate_proj", "mlp.up_proj"): (layer.gate_up, (c.intermediate_size,) * 2),
+            }
+            for name, (module,) in names.items():
+                for kind, parameter in module.named_parameters():
+                    places[f"model.layers.{index}.{name}.{kind}"] = parameter
+            for parts, (module, sizes) in fused.items():
+                for kind, parameter in module.named_parameters():
+                    for name, view in zip(parts, parameter.split(sizes), strict=True):
+                        places[f"model.layers.{index}.{name}.{kind}"] = view
+        return places
+
+
+def in_row_tiles(function: Callable, row_tile: int | None, *inputs: Tensor):
+    """Apply a token-wise function, all rows at once or in padded tiles of `row_tile` rows.
+
+    Args:
+        function: takes tensors whose first dimension is rows; returns a tensor or a tuple of them.
+        inputs: tensors with the same number of rows.
+    """
+    if row_tile is None:
+        return function(*inputs)
+    num_rows = inputs[0].shape[0]
+    tiles = []
+    for start in range(0, num_rows, row_tile):
+        rows = min(row_tile, num_rows - start)
+        padded = [x.new_zeros(row_tile, *x.shape[1:]) for x in inputs]
+        for tile, x in zip(padded, inputs, strict=True):
+            tile[:rows] = x[start : start + rows]
+        result = function(*padded)
+        tiles.append(
+            tuple(t[:rows] for t in result) if isinstance(result, tuple) else (result[:rows],)
+        )
+    columns = [torch.cat(column) for column in zip(*tiles, strict=True)]
+    return tuple(columns) if len(columns) > 1 else columns[0]
