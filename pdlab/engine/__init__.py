@@ -1,0 +1,22 @@
+"""The engine: sequences, scheduler, runner, sampler, and the loop around them."""
+
+from pdlab.engine.config import EngineConfig, SamplingParams
+from pdlab.engine.engine import Engine, Prompt
+from pdlab.engine.metrics import RequestMetrics
+from pdlab.engine.naive import NaiveGenerator, NaiveOutput
+from pdlab.engine.output import Chunk, RequestOutput
+from pdlab.engine.sequence import Sequence, SequenceState
+
+__all__ = [
+    "Chunk",
+    "Engine",
+    "EngineConfig",
+    "NaiveGenerator",
+    "NaiveOutput",
+    "Prompt",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "Sequence",
+    "SequenceState",
+]

@@ -1,0 +1,47 @@
+"""Times of one request, from which the usual latencies follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RequestMetrics:
+    """When things happened, in seconds on one monotonic clock; None means not yet.
+
+    TTFT: arrival to first token. ITL: each gap between tokens. TPOT: their mean. E2E: arrival to
+    last token.
+    """
+
+    arrival_s: float
+    first_scheduled_s: float | None = None
+    token_times_s: list[float] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def queue_s(self) -> float | None:
+        """Arrival until the first step that ran any of its tokens."""
+        return None if self.first_scheduled_s is None else self.first_scheduled_s - self.arrival_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self.token_times_s[0] - self.arrival_s if self.token_times_s else None
+
+    @property
+    def itl_s(self) -> list[float]:
+        return [b - a for a, b in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None with fewer than two tokens."""
+        gaps = self.itl_s
+        return sum(gaps) / len(gaps) if gaps else None
+
+    @property
+    def e2e_s(self) -> float | None:
+        return self.token_times_s[-1] - self.arrival_s if self.token_times_s else None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_times_s)

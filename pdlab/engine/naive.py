@@ -1,0 +1,96 @@
+"""Generation without a KV cache: the single-stage way, kept as the thing to compare with.
+
+Each new token is bought by running the whole text so far through the model again. The tokens are
+the same; only the work differs.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pdlab.attention import AttentionBackend, ExactAttention, FusedAttention
+from pdlab.costmodel import StepCost, dense_step_cost
+from pdlab.engine.config import SamplingParams
+from pdlab.engine.runner import EXACT_ROW_TILE
+from pdlab.engine.sampler import Sampler
+from pdlab.engine.sequence import Sequence
+from pdlab.models import Model
+
+
+@dataclass
+class NaiveOutput:
+    """Tokens, and for each of them the time it took and the work it cost."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    token_s: list[float] = field(default_factory=list)
+    """Wall time of each token, in seconds, measured."""
+    costs: list[StepCost] = field(default_factory=list)
+    """Counted FLOPs and bytes of each token's pass."""
+
+
+class NaiveGenerator:
+    """Runs a model without any cache.
+
+    Args:
+        exact: bit-identical to `Engine` in exact mode.
+    """
+
+    def __init__(self, model: Model, *, exact: bool = False):
+        self.model = model
+        self._attention: AttentionBackend = ExactAttention() if exact else FusedAttention()
+        self._row_tile = EXACT_ROW_TILE if exact else None
+        self._sampler = Sampler(top_k_recorded=0)
+
+    def logits(self, token_ids: list[int], *, last_only: bool = False) -> Tensor:
+        """Next-token logits at every position, float32 [len(token_ids) or 1, vocab_size]."""
+        decoder = self.model.decoder
+        ids = torch.tensor(token_ids, dtype=torch.long, device=decoder.device)
+        positions = torch.arange(len(token_ids), device=decoder.device)
+        hidden = decoder(ids, positions, self._attend, row_tile=self._row_tile)
+        return decoder.logits(hidden[-1:] if last_only else hidden, row_tile=self._row_tile)
+
+    def generate(
+        self, prompt_ids: list[int], params: SamplingParams | None = None, *, seed: int = 0
+    ) -> NaiveOutput:
+        """Generate by recomputing everything for every token.
+
+        Raises:
+            ValueError: the prompt is empty, or the text would outgrow the model's positions.
+        """
+        params = params or SamplingParams()
+        limit = self.model.config.max_model_len
+        if not 0 < len(prompt_ids) <= limit:
+            raise ValueError(f"prompt has {len(prompt_ids)} tokens, it must have 1 to {limit}")
+        sequence = Sequence("naive", prompt_ids, params, params.seed or seed)
+        output = NaiveOutput()
+        while sequence.num_output_tokens < params.max_tokens:
+            start = time.perf_counter()
+            logits = self.logits(sequence.token_ids, last_only=True)
+            token_id = self._sampler.sample(logits, [sequence])[0].token_id
+            output.token_s.append(time.perf_counter() - start)
+            output.costs.append(self._cost(sequence.num_tokens))
+            sequence.token_ids.append(token_id)
+            stop = token_id in self.model.config.eos_token_ids and not params.ignore_eos
+            if stop or sequence.num_tokens >= limit:
+                break
+        output.token_ids = sequence.output_ids
+        if tokenizer := self.model.tokenizer:
+            output.text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        return output
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self._attention.dense(q, k, v, self.model.config.window(layer))
+
+    def _cost(self, num_tokens: int) -> StepCost:
+        return dense_step_cost(
+            self.model.config,
+            num_tokens,
+            num_sampled=1,
+            weight_element_bytes=self.model.decoder.dtype.itemsize,
+            causal=True,
+        )

@@ -1,0 +1,79 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pdlab.engine.config import SamplingParams
+from pdlab.trace import Phase
+
+
+class SequenceState(Enum):
+    """Where a sequence is in its life.
+
+        WAITING -> PREFILLING -> RUNNING -> FINISHED
+                       ^   \\________|
+                       |            v
+                       +------ PREEMPTED
+    """
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens so far, how many of them have K and V in the cache, and the blocks that hold these.
+
+    The invariant that makes one loop serve prefill, chunked prefill, decode and recomputation:
+    every token up to `num_computed_tokens` has its K and V in `block_table`; the tokens after it
+    are what the next steps compute; when none is left uncomputed, the next token is sampled. So a
+    decoding sequence always has exactly one uncomputed token, its newest.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int = 0
+    token_ids: list[int] = field(init=False)
+    """Prompt and output."""
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    state: SequenceState = SequenceState.WAITING
+    finish_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_ids) :]
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def phase(self) -> Phase:
+        """`decode` for the one newest output token, `prefill` for anything else.
+
+        Recomputing a preempted sequence is a prefill: many known tokens in one pass.
+        """
+        decoding = self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
+        return "decode" if decoding else "prefill"
