@@ -1,0 +1,162 @@
+"""One colour for one meaning, in every figure and every widget.
+
+Meanings start from the Okabe-Ito colours (Okabe and Ito 2008) and sequences from the muted scheme of
+Paul Tol (2021), which stay apart for colour-blind readers; the darkest are lightened so that they
+show on a dark page too. Plotly figures read the constants; widgets receive them as CSS variables.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Theme = Literal["light", "dark"]
+
+MEANING: dict[str, str] = {
+    "prefill": "#0072B2",
+    "decode": "#E07B00",
+    "cached": "#009E73",
+    "quantized": "#CC79A7",
+    "transfer": "#56B4E9",
+    "preempted": "#8C3B00",
+    "wasted": "#F0E442",
+    "waiting": "#5F6670",
+    "free": "#E3E6EA",
+}
+"""What a colour says. `free` is the light-theme value; the dark theme darkens it (see `THEME`)."""
+
+SEQUENCE: tuple[str, ...] = (
+    "#5A4FCF",
+    "#88CCEE",
+    "#DDCC77",
+    "#1F8A3E",
+    "#CC6677",
+    "#AA4499",
+    "#44AA99",
+    "#9C2F62",
+)
+"""Colours of requests, in order of arrival; the ninth request takes the first again."""
+
+STAGE: dict[str, str] = {
+    "schedule": "#C3C8CF",
+    "prepare": "#A6ADB7",
+    "embed": "#94CBEC",
+    "qkv": "#5DA899",
+    "attention": "#5A4FCF",
+    "mlp": "#DCCD7D",
+    "logits": "#C26A77",
+    "sample": "#7E8894",
+    "output": "#59626E",
+}
+"""Stages of a step: the model's layers in colour, the engine's own work in greys."""
+
+MOVED: dict[str, str] = {
+    "weights": "#7E8894",
+    "kv_read": MEANING["cached"],
+    "kv_write": MEANING["transfer"],
+}
+"""Bytes moved in a step, by part."""
+
+UNKNOWN = "#9AA1AB"
+"""For a stage or a part that this palette has no colour for yet."""
+
+
+class ThemeColors(NamedTuple):
+    """Colours that depend on the page behind them."""
+
+    surface: str
+    raised: str
+    text: str
+    muted: str
+    grid: str
+    free: str
+
+
+THEME: dict[Theme, ThemeColors] = {
+    "light": ThemeColors("#FFFFFF", "#F6F7F9", "#1B1F24", "#59626E", "#DDE1E6", MEANING["free"]),
+    "dark": ThemeColors("#111316", "#1C2025", "#E8EAED", "#A3ABB6", "#363C44", "#343A42"),
+}
+
+HEAT: tuple[str, ...] = ("#F7FBFF", "#C6DBEF", "#6BAED6", "#2171B5", "#08306B")
+"""Attention weights from 0 to 1: one hue, so that darker always means more."""
+
+
+def phase_color(phase: str) -> str:
+    """Colour of a step's or a sequence's phase; a mixed step takes the transfer blue."""
+    return {"mixed": MEANING["transfer"], "idle": MEANING["waiting"]}.get(
+        phase, MEANING.get(phase, UNKNOWN)
+    )
+
+
+def sequence_color(index: int) -> str:
+    """Colour of the request that arrived as number `index`, counted from 0."""
+    return SEQUENCE[index % len(SEQUENCE)]
+
+
+def all_colors() -> list[str]:
+    """Every colour of the palette once, for pictures that must keep them exactly."""
+    themes = [color for theme in THEME.values() for color in theme]
+    return list(dict.fromkeys([*MEANING.values(), *SEQUENCE, *STAGE.values(), *HEAT, *themes]))
+
+
+def stage_color(stage: str) -> str:
+    return STAGE.get(stage, UNKNOWN)
+
+
+def text_on(color: str) -> str:
+    """Black or white, whichever reads better on `color` (relative luminance, WCAG 2.2)."""
+    return "#FFFFFF" if contrast(color, "#FFFFFF") >= contrast(color, "#1B1F24") else "#1B1F24"
+
+
+def contrast(first: str, second: str) -> float:
+    """Contrast ratio of two colours, from 1 to 21 (WCAG 2.2, 1.4.3)."""
+    low, high = sorted((_luminance(first), _luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def rgb(color: str) -> tuple[int, int, int]:
+    """`#RRGGBB` as three numbers from 0 to 255."""
+    return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
+
+
+def legend(*meanings: str) -> str:
+    """An HTML legend for some meanings, for a Markdown or HTML cell; all of them by default."""
+    swatch = (
+        '<span style="white-space:nowrap;margin-right:1.2em"><span style="display:inline-block;'
+        "width:.85em;height:.85em;border-radius:3px;margin-right:.4em;vertical-align:-.05em;"
+        'background:{color}"></span>{name}</span>'
+    )
+    names = meanings or tuple(MEANING)
+    return "".join(swatch.format(color=MEANING[name], name=name) for name in names)
+
+
+def css_variables() -> str:
+    """The palette as CSS: `--pd-prefill`, `--pd-seq-0`, `--pd-stage-mlp`, and both themes."""
+    fixed = {name: color for name, color in MEANING.items() if name != "free"}
+    fixed |= {f"on-{name}": text_on(color) for name, color in fixed.items()}
+    fixed |= {f"seq-{i}": color for i, color in enumerate(SEQUENCE)}
+    fixed |= {f"seq-on-{i}": text_on(color) for i, color in enumerate(SEQUENCE)}
+    fixed |= {f"stage-{name}": color for name, color in STAGE.items()}
+    fixed |= {f"moved-{name}": color for name, color in MOVED.items()}
+    fixed |= {f"heat-{i}": color for i, color in enumerate(HEAT)}
+    fixed |= {"unknown": UNKNOWN}
+    light, dark = THEME["light"]._asdict(), THEME["dark"]._asdict()
+    return "\n".join(
+        [
+            _css_rule(".pdlab", fixed | light),
+            _css_rule('body[data-jp-theme-light="false"] .pdlab', dark),
+        ]
+    )
+
+
+def _css_rule(selector: str, colors: dict[str, str]) -> str:
+    lines = "".join(f"  --pd-{name}: {color};\n" for name, color in colors.items())
+    return f"{selector} {{\n{lines}}}"
+
+
+def _luminance(color: str) -> float:
+    def linear(channel: int) -> float:
+        c = channel / 255
+        return c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+
+    red, green, blue = map(linear, rgb(color))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -1,0 +1,77 @@
+"""The base of our widgets: an anywidget that knows its files, its colours and its static picture."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any, ClassVar
+
+import anywidget
+
+from pdlab.trace.trace import Trace
+from pdlab.workbench.palette import css_variables
+from pdlab.workbench.picture import pictures_wanted, widget_png
+
+STATIC = Path(__file__).parent / "static"
+
+
+class TraceWidget(anywidget.AnyWidget):
+    """A widget drawn from a Trace by a vanilla ES module in `static/`.
+
+    A subclass names its files (`name`), keeps what JavaScript needs in synced traits, and says in
+    `summary()` what it shows, for readers who see only text.
+    """
+
+    name: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" in vars(cls):  # not the class that anywidget derives for each instance
+            cls._esm = cls.module()
+            cls._css = cls.styles()
+
+    @classmethod
+    def module(cls) -> str:
+        """The ES module: the shared helpers, then the widget's own code."""
+        return _read("common.js") + _read(f"{cls.name}.js")
+
+    @classmethod
+    def styles(cls) -> str:
+        return css_variables() + _read("base.css") + _read(f"{cls.name}.css")
+
+    def view_state(self) -> dict[str, Any]:
+        """The synced traits of this widget alone, as its JavaScript reads them."""
+        own = set(self.trait_names(sync=True)) - set(anywidget.AnyWidget.class_trait_names())
+        return {name: getattr(self, name) for name in own if not name.startswith("_")}
+
+    def summary(self) -> str:
+        """One line of text for a reader without pictures."""
+        raise NotImplementedError
+
+    def png(self, width: int = 920) -> bytes | None:
+        """A picture of the widget in its present state; None where no browser is installed."""
+        return widget_png(self, width)
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """The live view, a line of text, and (PDLAB_PICTURES=1) a picture for saved notebooks."""
+        bundle = super()._repr_mimebundle_(**kwargs)
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
+        data = {**data, "text/plain": self.summary()}
+        picture = self.png() if pictures_wanted() else None
+        if picture is not None:
+            data["image/png"] = base64.b64encode(picture).decode("ascii")
+        return data, metadata
+
+
+def machine_line(trace: Trace) -> str:
+    """The machine a trace was recorded on, in one line: processor, cores, date."""
+    machine = trace.machine
+    cores = f"{machine['cores']} cores" if machine.get("cores") else None
+    date = str(machine.get("date", ""))[:10] or None
+    parts = [machine.get("processor") or machine.get("device"), cores, date]
+    return ", ".join(str(p) for p in parts if p) or "an unnamed machine"
+
+
+def _read(name: str) -> str:
+    path = STATIC / name
+    return path.read_text(encoding="utf-8") + "\n" if path.exists() else ""
