@@ -1,5 +1,44 @@
-"""What a step should cost: FLOPs and bytes from shapes, seconds from a roofline."""
+"""What a step should cost: FLOPs and bytes from shapes, seconds from a roofline.
 
+This room knows shapes and never tensors; only `calibrate` runs torch, to time it.
+"""
+
+from pdlab.costmodel.calibrate import calibrate
 from pdlab.costmodel.cost import Chunk, StepCost, causal_pairs, dense_step_cost, step_cost
+from pdlab.costmodel.fit import LinearQuadraticFit, fit_linear_quadratic
+from pdlab.costmodel.hardware import Hardware, Provenance, load_hardware
+from pdlab.costmodel.memory import activation_bytes, kv_bytes, score_matrix_bytes, weight_bytes
+from pdlab.costmodel.predict import (
+    Prediction,
+    RequestPrediction,
+    mbu,
+    mfu,
+    predict,
+    predict_request,
+    ridge_point,
+)
 
-__all__ = ["Chunk", "StepCost", "causal_pairs", "dense_step_cost", "step_cost"]
+__all__ = [
+    "Chunk",
+    "Hardware",
+    "LinearQuadraticFit",
+    "Prediction",
+    "Provenance",
+    "RequestPrediction",
+    "StepCost",
+    "activation_bytes",
+    "calibrate",
+    "causal_pairs",
+    "dense_step_cost",
+    "fit_linear_quadratic",
+    "kv_bytes",
+    "load_hardware",
+    "mbu",
+    "mfu",
+    "predict",
+    "predict_request",
+    "ridge_point",
+    "score_matrix_bytes",
+    "step_cost",
+    "weight_bytes",
+]

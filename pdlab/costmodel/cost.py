@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from pdlab.costmodel.checks import check_positive
+from pdlab.costmodel.memory import embedding_parameters
 from pdlab.models.config import ModelConfig
 
 FLOP_PARTS = ("qkv", "attention", "output", "mlp", "logits")
@@ -132,7 +134,7 @@ def step_cost(
             0 .. number of tokens, and for element sizes that are not positive.
     """
     head_bytes = weight_element_bytes if head_element_bytes is None else head_element_bytes
-    _check_positive(
+    check_positive(
         weight_element_bytes=weight_element_bytes,
         kv_element_bytes=kv_element_bytes,
         head_element_bytes=head_bytes,
@@ -171,7 +173,7 @@ def dense_step_cost(
     does, in every layer and whatever its window; with `causal=True` only the visible pairs count.
     There is no cache, so kv_read and kv_write are 0: K and V are activations of the step.
     """
-    _check_positive(weight_element_bytes=weight_element_bytes)
+    check_positive(weight_element_bytes=weight_element_bytes)
     _count_tokens([Chunk(0, num_tokens)], num_sampled)
     if causal:
         groups = _layers_by_window(config.layer_windows, config.num_layers)
@@ -204,8 +206,7 @@ def _flops(config: ModelConfig, num_tokens: int, pairs: int, num_sampled: int) -
 
 def _layer_weights(config: ModelConfig) -> int:
     """Elements of everything but the embedding and the head: what each step reads in full."""
-    matrices = 1 if config.tie_word_embeddings else 2
-    return config.num_parameters - matrices * config.vocab_size * config.hidden_size
+    return config.num_parameters - embedding_parameters(config)
 
 
 def _embedding_and_head_weights(config: ModelConfig, num_tokens: int, num_sampled: int) -> int:
@@ -239,9 +240,3 @@ def _count_tokens(chunks: Sequence[Chunk], num_sampled: int) -> int:
     if not 0 <= num_sampled <= num_tokens:
         raise ValueError(f"num_sampled={num_sampled} is not within 0 to {num_tokens} (num_tokens)")
     return num_tokens
-
-
-def _check_positive(**values: float) -> None:
-    for name, value in values.items():
-        if not value > 0:
-            raise ValueError(f"{name}={value} is not above the limit 0")
