@@ -26,8 +26,8 @@ class StepOutput:
     """What a runner gives back for a batch.
 
     `sampled` has one entry for each scheduled sequence, None where the prompt goes on.
-    `logits` are the rows sampled from, float32 [num_sampled, vocab_size], or None if there is no
-    model behind the runner.
+    `logits` are the rows sampled from, float32 [num_sampled, vocab_size], or None where nothing is
+    sampled or no model stands behind the runner.
     """
 
     sampled: list[Sampled | None]
@@ -65,14 +65,17 @@ class ModelRunner:
         inputs = prepare(batch, self.kv_cache.block_size)
         observer = self.probe.observe(batch, step) if self.probe else None
         hidden = self._forward(inputs, clock, observer)
+        captures = observer.captures if observer else []
+        if not inputs.sample_rows:  # prompt chunks only, none of them the last
+            return StepOutput([None] * len(batch.scheduled), None, captures)
         rows = torch.tensor(inputs.sample_rows, dtype=torch.long, device=hidden.device)
         logits = self.model.decoder.logits(hidden[rows], row_tile=self.row_tile)
         clock.lap("logits")
         sequences = [part.sequence for part in batch.scheduled if part.samples]
-        drawn = iter(self.sampler.sample(logits, sequences) if sequences else ())
+        drawn = iter(self.sampler.sample(logits, sequences))
         sampled = [next(drawn) if part.samples else None for part in batch.scheduled]
         clock.lap("sample")
-        return StepOutput(sampled, logits, observer.captures if observer else [])
+        return StepOutput(sampled, logits, captures)
 
     def _forward(self, inputs: BatchInputs, clock: StageClock, observer) -> Tensor:
         """Hidden states of every token of the batch, [num_tokens, hidden_size]."""
