@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pdlab.workbench.palette import Theme, all_colors, rgb
 
 if TYPE_CHECKING:
@@ -135,10 +137,13 @@ def quantise(png: bytes, colors: int = 160) -> bytes:
 
     picture = _crop(Image.open(io.BytesIO(png)).convert("RGB"))
     found = picture.quantize(colors, dither=Image.Dither.NONE).getpalette() or []
-    ours = [channel for color in all_colors() for channel in rgb(color)]
-    palette = Image.new("P", (1, 1))
-    palette.putpalette((ours + found)[: 256 * 3])
-    small = picture.quantize(palette=palette, dither=Image.Dither.NONE)
+    palette = np.array([rgb(color) for color in all_colors()] + list(zip(*[iter(found)] * 3)))
+    pixels = np.asarray(picture)
+    seen, where = np.unique(pixels.reshape(-1, 3), axis=0, return_inverse=True)
+    distance = ((seen[:, None, :].astype(int) - palette[None, :, :]) ** 2).sum(-1)
+    nearest = distance.argmin(1).astype(np.uint8)[where].reshape(pixels.shape[:2])
+    small = Image.fromarray(nearest, "P")
+    small.putpalette(palette.astype(np.uint8).tobytes())
     out = io.BytesIO()
     small.save(out, "PNG", optimize=True)
     return out.getvalue()
