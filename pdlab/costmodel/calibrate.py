@@ -21,6 +21,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -98,12 +99,10 @@ def _key(device: str, dtype: str) -> dict[str, Any]:
 
 def _processor_name() -> str:
     """The processor's model name where the system tells it, else its architecture."""
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
@@ -274,4 +273,5 @@ def _save(path: Path, key: dict[str, Any], hardware: Hardware) -> None:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
     except OSError:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()

@@ -16,7 +16,6 @@ real step takes beyond it is the lesson.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +26,7 @@ from pdlab.models.config import ModelConfig
 
 Bound = Literal["compute", "memory"]
 
-ELEMENT_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1}
+ELEMENT_BYTES: dict[str, float] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1}
 """Bytes of an element by dtype, as it lies in memory."""
 
 ROOFS = {
@@ -169,40 +168,43 @@ def predict_request(
             f"num_cached_tokens={num_cached_tokens} is not within 0 to {prompt_tokens - 1} "
             f"(prompt_tokens={prompt_tokens}, of which the last is always computed)"
         )
-    peak_bytes = ELEMENT_BYTES.get(dtype, 0) if hardware.peak(dtype) else 0
+    sizes = {
+        "weight_element_bytes": _element_bytes(weight_element_bytes, dtype),
+        "kv_element_bytes": _element_bytes(kv_element_bytes, dtype),
+    }
 
-    def run(chunks: Iterable[tuple[Chunk, bool]]) -> tuple[float, StepCost]:
-        seconds, total = 0.0, StepCost.zero()
-        for chunk, samples in chunks:
-            cost = step_cost(
-                config,
-                [chunk],
-                num_sampled=int(samples),
-                weight_element_bytes=weight_element_bytes or peak_bytes,
-                kv_element_bytes=kv_element_bytes or peak_bytes,
-            )
-            seconds += predict(cost, hardware, dtype, num_launches=num_launches).time_s
-            total = total + cost
-        return seconds, total
+    def step(chunk: Chunk, num_sampled: int) -> StepCost:
+        return step_cost(config, [chunk], num_sampled=num_sampled, **sizes)
 
-    ttft_s, prefill = run(_prefill_chunks(num_cached_tokens, prompt_tokens, chunk_size))
-    decode_steps = output_tokens - 1
-    decode_s, decode = run((Chunk(prompt_tokens + i, 1), True) for i in range(decode_steps))
+    def seconds(steps: list[StepCost]) -> float:
+        return sum(predict(s, hardware, dtype, num_launches=num_launches).time_s for s in steps)
+
+    chunks = _prefill_chunks(num_cached_tokens, prompt_tokens, chunk_size)
+    prefill = [step(chunk, num_sampled=chunk is chunks[-1]) for chunk in chunks]
+    decode = [step(Chunk(prompt_tokens + i, 1), num_sampled=1) for i in range(output_tokens - 1)]
+    ttft_s, decode_s = seconds(prefill), seconds(decode)
     return RequestPrediction(
         ttft_s=ttft_s,
-        tpot_s=decode_s / decode_steps if decode_steps else None,
+        tpot_s=decode_s / len(decode) if decode else None,
         e2e_s=ttft_s + decode_s,
-        prefill=prefill,
-        decode=decode,
+        prefill=sum(prefill, StepCost.zero()),
+        decode=sum(decode, StepCost.zero()),
         hardware=hardware.name,
         basis=hardware.provenance,
     )
 
 
-def _prefill_chunks(start: int, end: int, chunk_size: int | None) -> Iterable[tuple[Chunk, bool]]:
-    """The chunks of positions start .. end - 1, each with whether it samples (only the last)."""
+def _prefill_chunks(start: int, end: int, chunk_size: int | None) -> list[Chunk]:
+    """The chunks of positions start .. end - 1; the last one samples the first token."""
     size = end - start if chunk_size is None else chunk_size
     check_at_least(1, chunk_size=size)
-    for position in range(start, end, size):
-        stop = min(position + size, end)
-        yield Chunk(position, stop - position), stop == end
+    return [Chunk(at, min(size, end - at)) for at in range(start, end, size)]
+
+
+def _element_bytes(given: float | None, dtype: str) -> float:
+    """Bytes of an element: as given, else the size of `dtype`."""
+    if given is not None:
+        return given
+    if dtype not in ELEMENT_BYTES:
+        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(ELEMENT_BYTES)}")
+    return ELEMENT_BYTES[dtype]
