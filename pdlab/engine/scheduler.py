@@ -24,16 +24,13 @@ class ScheduledSequence:
     start: int
     num_tokens: int
     phase: Phase
+    samples: bool
+    """Whether this part reaches the newest token, whose logits give the next one."""
     blocks_taken: list[int]
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
-
-    @property
-    def samples(self) -> bool:
-        """Whether this part reaches the newest token, whose logits give the next one."""
-        return self.end == self.sequence.num_tokens
 
 
 @dataclass
@@ -142,7 +139,12 @@ class Scheduler:
         taken = self.pool.allocate(self._blocks_missing(sequence, num_tokens))
         sequence.block_table += taken
         part = ScheduledSequence(
-            sequence, sequence.num_computed_tokens, num_tokens, sequence.phase, taken
+            sequence,
+            start=sequence.num_computed_tokens,
+            num_tokens=num_tokens,
+            phase=sequence.phase,
+            samples=num_tokens == sequence.num_uncomputed_tokens,
+            blocks_taken=taken,
         )
         batch.scheduled.append(part)
 
