@@ -89,7 +89,9 @@ class AttentionView(TraceWidget):
     @traitlets.validate("layer")
     def _check_layer(self, proposal: Any) -> int:
         if proposal["value"] not in self.layers:
-            raise ValueError(f"layer={proposal['value']} was not captured; these were: {self.layers}")
+            raise ValueError(
+                f"layer={proposal['value']} was not captured; these were: {self.layers}"
+            )
         return int(proposal["value"])
 
     @traitlets.validate("head")

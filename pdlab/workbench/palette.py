@@ -44,6 +44,7 @@ STAGE: dict[str, str] = {
     "attention": "#5A4FCF",
     "mlp": "#DCCD7D",
     "logits": "#C26A77",
+    "probe": "#D9D2E4",
     "sample": "#7E8894",
     "output": "#59626E",
 }
@@ -76,8 +77,11 @@ THEME: dict[Theme, ThemeColors] = {
     "dark": ThemeColors("#111316", "#1C2025", "#E8EAED", "#A3ABB6", "#363C44", "#343A42"),
 }
 
-HEAT: tuple[str, ...] = ("#F7FBFF", "#C6DBEF", "#6BAED6", "#2171B5", "#08306B")
-"""Attention weights from 0 to 1: one hue, so that darker always means more."""
+HEAT: dict[Theme, tuple[str, ...]] = {
+    "light": ("#F7FBFF", "#C6DBEF", "#6BAED6", "#2171B5", "#08306B"),
+    "dark": ("#1A222B", "#14486F", "#2F86C9", "#8CC4EA", "#F2F9FF"),
+}
+"""Attention weights from 0 to 1: one hue that moves away from the page, so more is stronger."""
 
 
 def phase_color(phase: str) -> str:
@@ -94,8 +98,8 @@ def sequence_color(index: int) -> str:
 
 def all_colors() -> list[str]:
     """Every colour of the palette once, for pictures that must keep them exactly."""
-    themes = [color for theme in THEME.values() for color in theme]
-    return list(dict.fromkeys([*MEANING.values(), *SEQUENCE, *STAGE.values(), *HEAT, *themes]))
+    themed = [color for theme in THEME for color in _themed(theme).values()]
+    return list(dict.fromkeys([*MEANING.values(), *SEQUENCE, *STAGE.values(), *themed]))
 
 
 def stage_color(stage: str) -> str:
@@ -137,15 +141,15 @@ def css_variables() -> str:
     fixed |= {f"seq-on-{i}": text_on(color) for i, color in enumerate(SEQUENCE)}
     fixed |= {f"stage-{name}": color for name, color in STAGE.items()}
     fixed |= {f"moved-{name}": color for name, color in MOVED.items()}
-    fixed |= {f"heat-{i}": color for i, color in enumerate(HEAT)}
     fixed |= {"unknown": UNKNOWN}
-    light, dark = THEME["light"]._asdict(), THEME["dark"]._asdict()
-    return "\n".join(
-        [
-            _css_rule(".pdlab", fixed | light),
-            _css_rule('body[data-jp-theme-light="false"] .pdlab', dark),
-        ]
-    )
+    light = _css_rule(".pdlab", fixed | _themed("light"))
+    return light + _css_rule('body[data-jp-theme-light="false"] .pdlab', _themed("dark"))
+
+
+def _themed(theme: Theme) -> dict[str, str]:
+    """The colours that depend on the page behind them, by CSS name."""
+    heat = {f"heat-{i}": color for i, color in enumerate(HEAT[theme])}
+    return THEME[theme]._asdict() | heat
 
 
 def _css_rule(selector: str, colors: dict[str, str]) -> str:

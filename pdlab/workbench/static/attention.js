@@ -31,7 +31,7 @@ class AttentionMap {
     this.canvas = h("canvas", { role: "img" });
     this.scale = h("div.pd-att-scale");
     this.foot = h("div.pd-foot");
-    const [row, rowBody] = section("What the chosen query looks at", "darker means more weight");
+    const [row, rowBody] = section("What the chosen query looks at", "stronger colour, more weight");
     this.row = h("div.pd-att-tokens");
     rowBody.append(this.row);
     const [top, topBody] = section("Its largest weights");

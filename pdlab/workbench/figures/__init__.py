@@ -1,0 +1,25 @@
+"""Figures: pure functions from a Trace to a plotly Figure. Show one with `pdlab.workbench.show`."""
+
+from pdlab.workbench.figures.attention import attention_heatmap
+from pdlab.workbench.figures.latency import (
+    tpot_by_batch,
+    tpot_by_context,
+    ttft_by_prompt,
+    ttft_points,
+)
+from pdlab.workbench.figures.memory import block_grid, kv_occupancy
+from pdlab.workbench.figures.roofline import roofline
+from pdlab.workbench.figures.steps import stage_breakdown, step_timeline
+
+__all__ = [
+    "attention_heatmap",
+    "block_grid",
+    "kv_occupancy",
+    "roofline",
+    "stage_breakdown",
+    "step_timeline",
+    "tpot_by_batch",
+    "tpot_by_context",
+    "ttft_by_prompt",
+    "ttft_points",
+]
