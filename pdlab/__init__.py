@@ -1,8 +1,8 @@
 """pdlab: a workbench for learning how LLM inference works, on a real engine.
 
-    model = pdlab.load("smollm2-135m")
-    with pdlab.Engine(model) as engine:
-        print(engine.generate("The capital of France is")[0].text)
+model = pdlab.load("smollm2-135m")
+with pdlab.Engine(model) as engine:
+    print(engine.generate("The capital of France is")[0].text)
 """
 
 from pdlab.engine import (

@@ -1,4 +1,4 @@
-"""Attention as the formula is written, softmax(q K^T / sqrt(d)) V; the one that can show weights."""
+"""Attention as the formula is written, softmax(q K^T / sqrt(d)) V: the one that has weights."""
 
 from __future__ import annotations
 

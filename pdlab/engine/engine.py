@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from pdlab.trace import StepRecord, Trace
 
 Prompt = str | list[int] | list[dict[str, str]]
 """Text, token ids, or chat messages (`[{"role": "user", "content": "..."}]`)."""
+PromptList = Iterable[str] | Iterable[list[int]] | Iterable[Prompt]
 
 
 class Engine:
@@ -177,7 +179,7 @@ class Engine:
         return sequence.request_id
 
     def abort(self, request_id: str) -> None:
-        """End a request now and free its blocks. Does nothing to one that has finished or is gone."""
+        """End a request now and free its blocks; one that has finished or is gone stays so."""
         request = self.requests.get(request_id)
         if request is None or request.finished:
             return
@@ -200,7 +202,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
+        prompts: Prompt | PromptList,
         params: SamplingParams | list[SamplingParams] | None = None,
         *,
         progress: bool = False,
@@ -211,7 +213,7 @@ class Engine:
         and the ValueError under `error`. A prompt given alone, not in a list, raises it instead.
         """
         alone = _is_one_prompt(prompts)
-        batch: list[Prompt] = [prompts] if alone else list(prompts)  # type: ignore[list-item]
+        batch = cast(list[Prompt], [prompts] if alone else list(prompts))
         all_params = params if isinstance(params, list) else [params] * len(batch)
         if len(all_params) != len(batch):
             raise ValueError(f"params has {len(all_params)} entries for {len(batch)} prompts")
@@ -327,13 +329,14 @@ class Engine:
         """The prompt as text (for people) and as token ids (for the model)."""
         tokenizer = self.model.tokenizer
         if isinstance(prompt, list) and all(_is_int(t) for t in prompt):
-            return (tokenizer.decode(prompt) if tokenizer else ""), list(prompt)
+            ids = cast(list[int], list(prompt))
+            return (tokenizer.decode(ids) if tokenizer else ""), ids
         if tokenizer is None:
             raise ValueError(f"model {self.model.name!r} has no tokenizer: give token ids")
         if isinstance(prompt, str):
             return prompt, tokenizer.encode(prompt)
         if isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt):
-            text = tokenizer.render_chat(prompt)
+            text = tokenizer.render_chat(cast(list[dict[str, str]], prompt))
             return text, tokenizer.encode(text)
         raise ValueError(
             f"prompt must be text, token ids or chat messages, not {type(prompt).__name__}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from pdlab.attention import AttentionBackend, ExactAttention, FusedAttention
 from pdlab.costmodel import StepCost, dense_step_cost
@@ -55,7 +56,12 @@ class NaiveGenerator:
         return decoder.logits(hidden[-1:] if last_only else hidden, row_tile=self._row_tile)
 
     def generate(
-        self, prompt_ids: list[int], params: SamplingParams | None = None, *, seed: int = 0
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams | None = None,
+        *,
+        seed: int = 0,
+        progress: bool = False,
     ) -> NaiveOutput:
         """Generate by recomputing everything for every token.
 
@@ -66,9 +72,10 @@ class NaiveGenerator:
         limit = self.model.config.max_model_len
         if not 0 < len(prompt_ids) <= limit:
             raise ValueError(f"prompt has {len(prompt_ids)} tokens, it must have 1 to {limit}")
-        sequence = Sequence("naive", prompt_ids, params, params.seed or seed)
+        seed = seed if params.seed is None else params.seed
+        sequence = Sequence("naive", prompt_ids, params, seed)
         output = NaiveOutput()
-        while sequence.num_output_tokens < params.max_tokens:
+        for _ in tqdm(range(params.max_tokens), "no cache", leave=False, disable=not progress):
             start = time.perf_counter()
             logits = self.logits(sequence.token_ids, last_only=True)
             token_id = self._sampler.sample(logits, [sequence])[0].token_id

@@ -30,9 +30,7 @@ class Probe:
     names: tuple[str, ...] = ("attention",)
 
     @classmethod
-    def of(
-        cls, config: ModelConfig, layers: Iterable[int] | None, names: Iterable[str]
-    ) -> Probe:
+    def of(cls, config: ModelConfig, layers: Iterable[int] | None, names: Iterable[str]) -> Probe:
         """A probe on layers of a model; None means every layer.
 
         Raises:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdlab.attention import AttentionBackend
 from pdlab.engine.batch import BatchInputs, prepare
-from pdlab.engine.probe import Probe
+from pdlab.engine.probe import Observer, Probe
 from pdlab.engine.sampler import Sampled, Sampler
 from pdlab.engine.scheduler import ScheduledBatch
 from pdlab.engine.timing import StageClock
@@ -77,7 +77,7 @@ class ModelRunner:
         clock.lap("sample")
         return StepOutput(sampled, logits, captures)
 
-    def _forward(self, inputs: BatchInputs, clock: StageClock, observer) -> Tensor:
+    def _forward(self, inputs: BatchInputs, clock: StageClock, observer: Observer | None) -> Tensor:
         """Hidden states of every token of the batch, [num_tokens, hidden_size]."""
         device = self.model.decoder.device
         slots = torch.tensor(inputs.slot_mapping, dtype=torch.long, device=device)

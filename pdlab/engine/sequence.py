@@ -12,10 +12,10 @@ from pdlab.trace import Phase
 class SequenceState(Enum):
     """Where a sequence is in its life.
 
-        WAITING -> PREFILLING -> RUNNING -> FINISHED
-                       ^   \\________|
-                       |            v
-                       +------ PREEMPTED
+    WAITING -> PREFILLING -> RUNNING -> FINISHED
+                   ^   \\________|
+                   |            v
+                   +------ PREEMPTED
     """
 
     WAITING = "waiting"

@@ -1,8 +1,8 @@
 """Where K and V live: one tensor for all layers, cut into blocks of `block_size` token slots.
 
-    storage  [2 (K, V), num_layers, num_blocks, block_size, num_kv_heads, head_dim]
+storage  [2 (K, V), num_layers, num_blocks, block_size, num_kv_heads, head_dim]
 
-    sequence position p  ->  block_table[p // block_size] * block_size + p % block_size = slot
+sequence position p  ->  block_table[p // block_size] * block_size + p % block_size = slot
 """
 
 from __future__ import annotations

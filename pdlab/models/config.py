@@ -62,6 +62,11 @@ class ModelConfig:
         """Elements of K (or of V) for one token in one layer."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Elements of q, k and v for one token: the fused projection is cut there."""
+        return self.q_size, self.kv_size, self.kv_size
+
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full attention."""
         return self.layer_windows[layer] if self.layer_windows else None

@@ -10,7 +10,7 @@ about blocks, sequences or phases.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,7 @@ class DecoderLayer(nn.Module):
         self.config = config
         hidden, inner = config.hidden_size, config.intermediate_size
         self.input_norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.qkv = nn.Linear(hidden, config.q_size + 2 * config.kv_size, bias=config.qkv_bias)
+        self.qkv = nn.Linear(hidden, sum(config.qkv_sizes), bias=config.qkv_bias)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
@@ -71,8 +71,7 @@ class DecoderLayer(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[num_tokens, hidden_size] to q, k, v, with the positions rotated into q and k."""
         c = self.config
-        sizes = (c.q_size, c.kv_size, c.kv_size)
-        q, k, v = self.qkv(self.input_norm(x)).split(sizes, dim=-1)
+        q, k, v = self.qkv(self.input_norm(x)).split(c.qkv_sizes, dim=-1)
         q = q.unflatten(-1, (c.num_heads, c.head_dim))
         k = k.unflatten(-1, (c.num_kv_heads, c.head_dim))
         v = v.unflatten(-1, (c.num_kv_heads, c.head_dim))
@@ -107,7 +106,7 @@ class Decoder(nn.Module):
         self.config = config
         with torch.device("meta"):
             self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-            self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+            self.stack = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
             self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -116,6 +115,10 @@ class Decoder(nn.Module):
         if config.tie_word_embeddings:
             self.head.weight = self.embedding.weight
         self.cos, self.sin = rope_tables(config, config.max_model_len, device)
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        return cast(list[DecoderLayer], list(self.stack))
 
     @property
     def device(self) -> torch.device:
@@ -201,32 +204,28 @@ class Decoder(nn.Module):
         if not c.tie_word_embeddings:
             places["lm_head.weight"] = self.head.weight
         for index, layer in enumerate(self.layers):
-            names = {
-                "input_layernorm": (layer.input_norm,),
-                "post_attention_layernorm": (layer.mlp_norm,),
-                "self_attn.o_proj": (layer.output,),
-                "mlp.down_proj": (layer.down,),
+            modules: dict[str, nn.Module] = {
+                "input_layernorm": layer.input_norm,
+                "post_attention_layernorm": layer.mlp_norm,
+                "self_attn.o_proj": layer.output,
+                "mlp.down_proj": layer.down,
             }
             if c.qk_norm:
-                names |= {"self_attn.q_norm": (layer.q_norm,), "self_attn.k_norm": (layer.k_norm,)}
-            fused = {
-                ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"): (
-                    layer.qkv,
-                    (c.q_size, c.kv_size, c.kv_size),
-                ),
-                ("mlp.gate_proj", "mlp.up_proj"): (layer.gate_up, (c.intermediate_size,) * 2),
-            }
-            for name, (module,) in names.items():
+                modules |= {"self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}
+            for name, module in modules.items():
                 for kind, parameter in module.named_parameters():
                     places[f"model.layers.{index}.{name}.{kind}"] = parameter
-            for parts, (module, sizes) in fused.items():
+            for block, names, module, sizes in (
+                ("self_attn", ("q_proj", "k_proj", "v_proj"), layer.qkv, c.qkv_sizes),
+                ("mlp", ("gate_proj", "up_proj"), layer.gate_up, (c.intermediate_size,) * 2),
+            ):
                 for kind, parameter in module.named_parameters():
-                    for name, view in zip(parts, parameter.split(sizes), strict=True):
-                        places[f"model.layers.{index}.{name}.{kind}"] = view
+                    for name, view in zip(names, parameter.split(sizes), strict=True):
+                        places[f"model.layers.{index}.{block}.{name}.{kind}"] = view
         return places
 
 
-def in_row_tiles(function: Callable, row_tile: int | None, *inputs: Tensor):
+def in_row_tiles(function: Callable[..., Any], row_tile: int | None, *inputs: Tensor) -> Any:
     """Apply a token-wise function, all rows at once or in padded tiles of `row_tile` rows.
 
     Args:
