@@ -85,6 +85,7 @@ def test_a_file_that_is_no_calibration_is_measured_again(
         ("peak_flops", {}),
         ("peak_flops", None),
         ("measured", False),
+        ("details", {"processor_share": "all"}),
         ("unknown", 1),
     ],
 )
@@ -99,18 +100,30 @@ def test_a_damaged_calibration_is_measured_again(
     assert calibrate() == measurements[1]
 
 
-def test_a_busy_machine_is_measured_again_next_time(
-    measurements: list[Hardware], monkeypatch: pytest.MonkeyPatch, cache: Path
+def test_a_busy_machine_is_measured_three_times_and_the_highest_kept(
+    measurements: list[Hardware], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    idle = module._measure
+    quiet = module._measure
     monkeypatch.setattr(
-        module, "_measure", lambda key: replace(idle(key), details={"processor_share": 0.5})
+        module, "_measure", lambda key: replace(quiet(key), details={"processor_share": 0.5})
     )
+    assert [calibrate().bandwidth_bytes_s for _ in range(5)] == [10, 11, 12, 12, 12]
+    assert len(measurements) == 3
+
+
+def test_a_lower_ceiling_never_replaces_a_higher_one(
+    round_machine: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = replace(round_machine, measured=True, details={"processor_share": 0.5})
+    slower = replace(
+        busy, peak_flops={"fp32": 50.0}, bandwidth_bytes_s=20.0, details={"processor_share": 1.0}
+    )
+    results = iter([busy, slower])
+    monkeypatch.setattr(module, "_measure", lambda key: next(results))
     calibrate()
-    assert not cache.exists()
-    monkeypatch.setattr(module, "_measure", idle)
-    calibrate()
-    assert calibrate() == measurements[1]
+    second = calibrate()
+    assert (second.peak("fp32"), second.bandwidth_bytes_s) == (100, 20)
+    assert calibrate() == second  # idle now, so this reads the cache
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(
