@@ -113,12 +113,11 @@ def _key(device: str, dtype: str) -> dict[str, Any]:
 
     if dtype not in TORCH_NAMES:
         raise ValueError(f"dtype={dtype!r} is not one of {', '.join(TORCH_NAMES)}")
-    family = device.split(":")[0]
-    if family not in STREAM_BYTES:
-        raise ValueError(f"device={device!r} is not one of {', '.join(STREAM_BYTES)}")
-    if family == "cuda" and not torch.cuda.is_available():
+    on_gpu = device.split(":")[0] == "cuda"
+    if device != "cpu" and not on_gpu:
+        raise ValueError(f"device={device!r} is not one of cpu, cuda, cuda:N")
+    if on_gpu and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}, but torch finds no CUDA GPU")
-    on_gpu = family == "cuda"
     return {
         "format": CACHE_FORMAT,
         "processor": torch.cuda.get_device_name(device) if on_gpu else _processor_name(),

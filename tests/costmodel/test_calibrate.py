@@ -154,7 +154,8 @@ def test_a_real_measurement_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     ("device", "dtype", "message"),
     [
         ("cpu", "int4", "dtype='int4' is not one of fp32, fp16, bf16"),
-        ("tpu", "fp32", "device='tpu' is not one of cpu, cuda"),
+        ("tpu", "fp32", "device='tpu' is not one of cpu, cuda, cuda:N"),
+        ("cpu:0", "fp32", "device='cpu:0' is not one of cpu, cuda, cuda:N"),
     ],
 )
 def test_bad_values_are_named(device: str, dtype: str, message: str) -> None:
