@@ -1,0 +1,106 @@
+"""The `pdlab` command: what can be asked for. What it does stands in the other modules here.
+
+They are imported only when their command runs, so that `pdlab --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdlab.cli.errors import one_line_errors
+
+app = typer.Typer(
+    help="A workbench for learning how LLM inference works, on a real engine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+
+
+@app.command()
+def lab(
+    port: Annotated[int, typer.Option(help="First port to try.", min=1, max=65535)] = 8888,
+    browser: Annotated[bool, typer.Option(help="Open a browser.")] = True,
+) -> None:
+    """Fetch and check the model, then open JupyterLab on the first lesson."""
+    from pdlab.cli.lab_server import open_lab
+
+    with one_line_errors():
+        open_lab(port, browser=browser)
+
+
+@app.command()
+def run(
+    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
+    model: Annotated[
+        str, typer.Option(help="A name, a GGUF file, a model directory or a hub id.")
+    ] = "smollm2-135m",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as it stands: no chat template.")
+    ] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Bit-identical whatever the batch (float32, slower).")
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="The same tokens each time.")] = None,
+    chunk_size: Annotated[
+        int | None, typer.Option(help="Most prompt tokens of one prefill step.")
+    ] = None,
+    device: DeviceOption = "cpu",
+    save: Annotated[
+        Path | None, typer.Option(help="Write the trace here, say run.json.gz.")
+    ] = None,
+) -> None:
+    """Walk one prompt through prefill and decode, with the cost of each stage."""
+    from pdlab.cli.walk import Walk, run_prompt
+
+    with one_line_errors():
+        run_prompt(
+            Walk(
+                prompt=prompt,
+                model=model,
+                raw=raw,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                exact=exact,
+                chunk_size=chunk_size,
+                device=device,
+                save=save,
+            )
+        )
+
+
+@app.command()
+def models() -> None:
+    """List the models that have a name."""
+    from pdlab.cli.model_list import list_models
+
+    list_models()
+
+
+@app.command()
+def doctor() -> None:
+    """Check what this machine has, and say how to get what is missing."""
+    from pdlab.cli.checkup import examine
+
+    raise typer.Exit(0 if examine() else 1)
+
+
+@app.command()
+def calibrate(
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again.")] = False,
+    device: DeviceOption = "cpu",
+    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "fp32",
+) -> None:
+    """Measure this machine's ceilings: FLOP/s and bytes a second."""
+    from pdlab.cli.ceilings import show_ceilings
+
+    with one_line_errors():
+        show_ceilings(device, dtype, refresh=refresh)

@@ -1,0 +1,219 @@
+"""`pdlab run`: one prompt through tokenizer, prefill, first token and decode, in a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pdlab.cli.errors import INTERRUPTED
+from pdlab.cli.stages import ElementBytes, Stage, cost_of, decode_stages, prefill_stages
+from pdlab.cli.text import counted, seconds, si
+from pdlab.costmodel import StepCost, calibrate, mbu, mfu, predict
+from pdlab.engine import Engine, EngineConfig, RequestOutput, SamplingParams
+from pdlab.kvcache import blocks_for
+from pdlab.models import Model, load
+from pdlab.trace import StepRecord
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+CONTROL_CHARACTERS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
+"""Dropped from the model's text, which must not command the terminal."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What `pdlab run` was asked for."""
+
+    prompt: str
+    model: str = "smollm2-135m"
+    raw: bool = False
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int | None = None
+    exact: bool = False
+    chunk_size: int | None = None
+    device: str = "cpu"
+    save: Path | None = None
+
+
+@dataclass
+class Steps:
+    """The engine's records of the one request, by phase."""
+
+    prefill: list[StepRecord] = field(default_factory=list)
+    decode: list[StepRecord] = field(default_factory=list)
+
+    def add(self, record: StepRecord) -> None:
+        (self.decode if record.phase == "decode" else self.prefill).append(record)
+
+
+def run_prompt(walk: Walk) -> None:
+    """Generate, and print the text as it comes between the tables of what it took.
+
+    Raises:
+        ValueError: a parameter is out of range; nothing was loaded yet if that could be told.
+    """
+    params = SamplingParams(walk.temperature, walk.max_tokens, walk.seed)
+    config = EngineConfig(exact=walk.exact, chunk_size=walk.chunk_size)
+    _check_paths(walk)
+    console = Console(highlight=False)
+    model = load(walk.model, device=walk.device)
+    tokenized, prompt_ids = _tokenize(model, walk)
+    config = replace(config, num_blocks=_blocks_needed(model, config, prompt_ids, walk.max_tokens))
+    with Engine(model, config) as engine:
+        _print_header(console, engine, walk, len(prompt_ids))
+        steps, output = _generate(console, engine, tokenized, prompt_ids, params)
+        console.print(_stage_table(decode_stages(steps.decode)) if steps.decode else "")
+        _print_summary(console, model, steps, output)
+        if walk.save:
+            engine.trace.save(walk.save)
+            console.print(f"trace: {walk.save}", soft_wrap=True)
+    if output.finish_reason == "abort":
+        raise typer.Exit(INTERRUPTED)
+
+
+def _check_paths(walk: Walk) -> None:
+    if walk.save and not walk.save.parent.is_dir():
+        raise ValueError(f"save={str(walk.save)!r}: there is no directory {walk.save.parent}")
+
+
+def _tokenize(model: Model, walk: Walk) -> tuple[Stage, list[int]]:
+    if model.tokenizer is None:
+        raise ValueError(f"model={walk.model!r} has no tokenizer, so it cannot read a prompt")
+    if not walk.prompt:
+        raise ValueError("prompt is empty: it needs at least 1 character")
+    start = time.perf_counter()
+    if walk.raw or model.tokenizer.chat_template is None:
+        prompt_ids = model.tokenizer.encode(walk.prompt)
+    else:
+        message = {"role": "user", "content": walk.prompt}
+        prompt_ids = model.tokenizer.apply_chat_template([message])
+    return Stage("tokenize", len(prompt_ids), time.perf_counter() - start), prompt_ids
+
+
+def _blocks_needed(
+    model: Model, config: EngineConfig, prompt_ids: list[int], max_tokens: int
+) -> int:
+    """Blocks for this request alone; a prompt that is too long is left for the engine to refuse."""
+    most = min(len(prompt_ids) + max_tokens, model.config.max_model_len)
+    return blocks_for(most, config.block_size)
+
+
+def _generate(
+    console: Console,
+    engine: Engine,
+    tokenized: Stage,
+    prompt_ids: list[int],
+    params: SamplingParams,
+) -> tuple[Steps, RequestOutput]:
+    """Step until the request has finished, or Ctrl-C ends it with what there is.
+
+    The table of prefill is printed with the first token, before the text starts.
+    """
+    model, steps, shown = engine.model, Steps(), 0
+    assert engine.kv_cache is not None
+    element_bytes = ElementBytes(model.decoder.dtype.itemsize, engine.kv_cache.element_bytes)
+    request_id = engine.submit(prompt_ids, params)
+    try:
+        for record in iter(engine.step, None):
+            steps.add(record)
+            part = record.sequences[0]
+            if part.phase == "prefill" and part.sampled is not None:
+                stages = prefill_stages(steps.prefill, model.config, element_bytes)
+                console.print(_stage_table([tokenized, *stages]), end="\n\n")
+            _print_text(console, part.text)
+            shown += len(part.text)
+    except KeyboardInterrupt:
+        engine.abort(request_id)
+    output = engine.collect(request_id)
+    _print_text(console, output.text[shown:] + "\n\n")
+    return steps, output
+
+
+def _print_text(console: Console, text: str) -> None:
+    if text:
+        console.out(text.translate(CONTROL_CHARACTERS), end="", highlight=False)
+
+
+def _print_header(console: Console, engine: Engine, walk: Walk, num_prompt_tokens: int) -> None:
+    machine, model = engine.trace.machine, engine.model
+    device = "" if machine["device"] == "cpu" else f"{machine['device']}; "
+    chat = model.tokenizer is not None and model.tokenizer.chat_template is not None
+    template = "in the chat template; --raw leaves it out" if chat and not walk.raw else "as given"
+    lines = {
+        "machine": f"{device}{machine['processor']}, {counted(machine['cores'], 'core')}, "
+        f"{counted(machine['threads'], 'thread')}, torch {machine['torch']}",
+        "model": f"{model.name}, {si(model.config.num_parameters, 'parameters')}, "
+        f"{DTYPE_NAMES[model.dtype]}, {si(model.weight_bytes, 'B')} of weights",
+        "prompt": f"{counted(num_prompt_tokens, 'token')}, {template}",
+    }
+    for name, value in lines.items():
+        console.print(f"[bold]{name:8}[/]", value, soft_wrap=True)
+    console.print()
+
+
+def _stage_table(stages: Sequence[Stage]) -> Table:
+    """Times are measured, FLOPs and bytes counted; the last two columns are their quotients."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("stage", no_wrap=True, min_width=len("first token"))
+    headers = ("tokens", "time", "FLOPs", "bytes moved", "KV bytes", "GFLOP/s", "GB/s")
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True, min_width=7)
+    for stage in stages:
+        cells = [stage.name, str(stage.num_tokens), seconds(stage.time_s)]
+        if stage.cost is not None and stage.kv_bytes is not None:
+            flops, num_bytes = stage.cost.total_flops, stage.cost.total_bytes
+            cells += [si(flops, ""), si(num_bytes, "B"), si(stage.kv_bytes, "B")]
+            cells += [f"{rate / stage.time_s / 1e9:.1f}" for rate in (flops, num_bytes)]
+        table.add_row(*cells)
+    return table
+
+
+def _print_summary(console: Console, model: Model, steps: Steps, output: RequestOutput) -> None:
+    """Latencies beside what the cost model predicts from this machine's measured ceilings."""
+    console.print()
+    dtype = DTYPE_NAMES[model.dtype]
+    with console.status("measuring this machine's ceilings (a few seconds, once) ..."):
+        hardware = calibrate(str(model.device), dtype)
+
+    def predicted_s(records: list[StepRecord]) -> float:
+        return sum(predict(cost_of(r), hardware, dtype).time_s for r in records)
+
+    metrics = output.metrics
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for header in ("", "measured", "predicted", "of the ceiling"):
+        table.add_column(header, justify="right" if header else "left", no_wrap=True)
+    if metrics.ttft_s is not None:
+        cost, wall_s = _total(steps.prefill)
+        used = f"MFU {mfu(cost, wall_s, hardware, dtype):.0%}"
+        table.add_row(
+            "TTFT, time to first token",
+            seconds(metrics.ttft_s),
+            seconds(predicted_s(steps.prefill)),
+            used,
+        )
+    if metrics.tpot_s is not None:
+        cost, wall_s = _total(steps.decode)
+        used = f"MBU {mbu(cost, wall_s, hardware):.0%}"
+        table.add_row(
+            "TPOT, time per output token",
+            seconds(metrics.tpot_s),
+            seconds(predicted_s(steps.decode) / len(steps.decode)),
+            used,
+        )
+    console.print(table)
+    console.print(
+        f"\nfinished: {output.finish_reason}, {counted(metrics.num_output_tokens, 'token')}",
+        soft_wrap=True,
+    )
+
+
+def _total(records: list[StepRecord]) -> tuple[StepCost, float]:
+    cost = sum((cost_of(record) for record in records), StepCost.zero())
+    return cost, sum(record.wall_s for record in records)
