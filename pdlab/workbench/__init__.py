@@ -10,12 +10,25 @@ from pdlab.workbench import figures
 from pdlab.workbench.attention_view import AttentionView
 from pdlab.workbench.checks import check
 from pdlab.workbench.display import show, static_png
+from pdlab.workbench.experiments import (
+    compare_with_naive,
+    decode_step_s,
+    decode_steps,
+    decode_sweep,
+    kv_after_prefill,
+    median_ttft_s,
+    prefill_sweep,
+    random_prompt,
+    warm_up,
+)
 from pdlab.workbench.frames import stepper_frames
 from pdlab.workbench.lesson import Predictions, glossary, progress, solution
 from pdlab.workbench.notebooks import execute_notebook
 from pdlab.workbench.palette import legend
+from pdlab.workbench.roofline_data import step_cost_of
 from pdlab.workbench.roofline_view import RooflineView
 from pdlab.workbench.stepper import Stepper
+from pdlab.workbench.tokens import token_table
 
 __all__ = [
     "AttentionView",
@@ -23,13 +36,24 @@ __all__ = [
     "RooflineView",
     "Stepper",
     "check",
+    "compare_with_naive",
+    "decode_step_s",
+    "decode_steps",
+    "decode_sweep",
     "execute_notebook",
     "figures",
     "glossary",
+    "kv_after_prefill",
     "legend",
+    "median_ttft_s",
+    "prefill_sweep",
     "progress",
+    "random_prompt",
     "show",
     "solution",
     "static_png",
+    "step_cost_of",
     "stepper_frames",
+    "token_table",
+    "warm_up",
 ]

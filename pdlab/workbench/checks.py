@@ -1,4 +1,4 @@
-"""Exercises that answer at once: a green line when the check passes, a hint when it does not yet."""
+"""Exercises that answer at once: a green line when a check passes, a hint when not yet."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import ipywidgets as widgets
+import ipywidgets as widgets  # type: ignore[import-untyped]
 from IPython.display import HTML, Markdown, display
 
 from pdlab.workbench.palette import MEANING, UNKNOWN
@@ -17,7 +17,7 @@ from pdlab.workbench.palette import MEANING, UNKNOWN
 T = TypeVar("T")
 Value = float | str
 
-GLOSSARY = Path(__file__).parent / "glossary.json"
+GLOSSARY = Path(__file__).parent / "static" / "glossary.json"
 REFRESH_S = 0.1
 CARD = "border-left:4px solid {color};padding:6px 14px;font-size:14px;line-height:1.6"
 

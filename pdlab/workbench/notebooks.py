@@ -1,8 +1,17 @@
-"""Execute a lesson so that its outputs can be committed and read anywhere."""
+"""Lessons: from a percent-format source to a notebook, executed so that it can be read anywhere.
+
+    python -m pdlab.workbench.notebooks                   # every lesson in notebooks/source
+    python -m pdlab.workbench.notebooks 01_prefill        # one of them
+
+A source holds the solved exercises between `# BEGIN SOLUTION` and `# END SOLUTION`. The student's
+notebook has a place to write there instead; the solved one is what tests run.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
 from os import PathLike
 from pathlib import Path
 
@@ -10,7 +19,27 @@ import nbformat
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 MAX_NOTEBOOK_BYTES = 1_000_000
+SOURCES = Path("notebooks/source")
+SOLUTION = re.compile(r"^([ \t]*)# BEGIN SOLUTION\n.*?^[ \t]*# END SOLUTION$", re.M | re.S)
+TO_DO = r'\1raise NotImplementedError("your code here")'
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 NOT_LIVE = "[interactive: run this cell]"
+
+
+def build_notebook(source: str | PathLike[str], *, solved: bool = False) -> nbformat.NotebookNode:
+    """A lesson's notebook, not executed; with the exercises open, or solved."""
+    import jupytext
+
+    notebook = jupytext.read(source)
+    notebook.metadata = nbformat.from_dict(
+        {"kernelspec": KERNEL, "language_info": {"name": "python"}}
+    )
+    for index, cell in enumerate(notebook.cells):
+        cell["id"] = f"{Path(source).stem[:20]}-{index:03d}"  # stable, so that diffs stay small
+        if cell.cell_type == "code" and not solved:
+            cell.source = SOLUTION.sub(TO_DO, cell.source)
+    nbformat.validate(notebook)
+    return notebook
 
 
 def execute_notebook(
@@ -59,3 +88,17 @@ def strip_widgets(notebook: nbformat.NotebookNode) -> None:
                 data["text/plain"] = NOT_LIVE
     notebook.metadata.pop("widgets", None)
     notebook.metadata["language_info"] = {"name": "python"}
+
+
+def main(names: list[str]) -> None:
+    """Build and execute the named lessons, or all; run from the repository's root."""
+    for source in sorted(SOURCES.glob("*.py")):
+        if not names or source.stem in names:
+            target = SOURCES.parent / f"{source.stem}.ipynb"
+            nbformat.write(build_notebook(source), target)
+            execute_notebook(target)
+            print(f"{target}: {target.stat().st_size / 1e3:.0f} KB")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,6 +1,6 @@
 """One colour for one meaning, in every figure and every widget.
 
-Meanings start from the Okabe-Ito colours (Okabe and Ito 2008) and sequences from the muted scheme of
+Meanings start from the Okabe-Ito colours (Okabe and Ito 2008), sequences from the muted scheme of
 Paul Tol (2021), which stay apart for colour-blind readers; the darkest are lightened so that they
 show on a dark page too. Plotly figures read the constants; widgets receive them as CSS variables.
 """

@@ -11,6 +11,7 @@ import base64
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pdlab.workbench.palette import Theme, all_colors, rgb
+from pdlab.workbench.palette import THEME, Theme, all_colors, rgb
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -84,24 +85,19 @@ def widget_png(
 def widget_page(widget: TraceWidget, theme: Theme = "light") -> str:
     """A page of its own that shows a widget in its present state, with no kernel behind it."""
     state = json.dumps(widget.view_state(), default=_json_bytes)
-    state, module = (text.replace("</", "<\\/") for text in (state, widget.module()))
-    light = "true" if theme == "light" else "false"
-    back = "#fff" if theme == "light" else "#111316"
-    return f"""<meta charset=utf-8><style>{widget.styles()}</style>
-<body data-jp-theme-light="{light}" style="margin:0;padding:{MARGIN}px;background:{back}">
-<div id=w></div><script type=module>
-const state = {state};
-for (const [k, v] of Object.entries(state)) if (v && v.__bytes__ !== undefined)
-  state[k] = new DataView(Uint8Array.from(atob(v.__bytes__), (c) => c.charCodeAt(0)).buffer);
-const model = {{ get: (k) => state[k], set: (k, v) => (state[k] = v), on() {{}}, off() {{}}, send() {{}}, save_changes() {{}} }};
-const source = document.querySelector("script[type='text/plain']").textContent.replaceAll("<\\\\/", "</");
-const url = URL.createObjectURL(new Blob([source], {{ type: "text/javascript" }}));
-(await import(url)).default.render({{ model, el: document.querySelector("#w") }});
-</script><script type="text/plain">{module}</script>"""
+    parts = {
+        "%STYLES%": widget.styles(),
+        "%LIGHT%": "true" if theme == "light" else "false",
+        "%BACK%": THEME[theme].surface,
+        "%MODULE%": widget.module().replace("</", "<\\/"),
+        "%STATE%": state.replace("</", "<\\/"),
+    }
+    page = (Path(__file__).parent / "static" / "page.html").read_text(encoding="utf-8")
+    return re.sub("|".join(parts), lambda match: parts[match[0]], page)
 
 
 def _json_bytes(value: Any) -> Any:
-    return {"__bytes__": base64.b64encode(bytes(value)).decode("ascii")}
+    return {"base64": base64.b64encode(bytes(value)).decode("ascii")}
 
 
 def _screenshot(html: str, width: int, height: int, scale: float) -> bytes | None:
@@ -137,7 +133,8 @@ def quantise(png: bytes, colors: int = 160) -> bytes:
 
     picture = _crop(Image.open(io.BytesIO(png)).convert("RGB"))
     found = picture.quantize(colors, dither=Image.Dither.NONE).getpalette() or []
-    palette = np.array([rgb(color) for color in all_colors()] + list(zip(*[iter(found)] * 3)))
+    ours = np.array([rgb(color) for color in all_colors()])
+    palette = np.concatenate([ours, np.array(found).reshape(-1, 3)])
     pixels = np.asarray(picture)
     seen, where = np.unique(pixels.reshape(-1, 3), axis=0, return_inverse=True)
     distance = ((seen[:, None, :].astype(int) - palette[None, :, :]) ** 2).sum(-1)
@@ -154,7 +151,7 @@ def _crop(picture: Image.Image) -> Image.Image:
     from PIL import Image, ImageChops
 
     corner = picture.getpixel((0, picture.height - 1))
-    empty = Image.new("RGB", picture.size, corner)  # type: ignore[arg-type]
+    empty = Image.new("RGB", picture.size, corner)
     box = ImageChops.difference(picture, empty).getbbox()
     bottom = box[3] + MARGIN if box else picture.height
     return picture.crop((0, 0, picture.width, min(picture.height, bottom)))

@@ -1,4 +1,4 @@
-"""The RooflineView widget: the steps of a trace under the ceilings of this machine, or of another."""
+"""The RooflineView widget: a trace's steps under the ceilings of this machine, or of another."""
 
 from __future__ import annotations
 

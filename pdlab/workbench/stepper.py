@@ -49,7 +49,7 @@ class Stepper(TraceWidget):
         if (trace is None) == (engine is None):
             raise ValueError("Stepper takes a trace or an engine, one of the two")
         self._engine = engine
-        self._trace: Trace = trace if engine is None else engine.trace
+        self._trace = engine.trace if engine is not None else trace or Trace()
         if not self._trace.requests:
             raise ValueError("trace holds no request: run the engine first, or submit a prompt")
         first = next(iter(self._trace.requests))

@@ -1,4 +1,4 @@
-"""The base of our widgets: an anywidget that knows its files, its colours and its static picture."""
+"""The base of our widgets: an anywidget that knows its files, colours and static picture."""
 
 from __future__ import annotations
 

@@ -19,7 +19,24 @@ from pdlab.trace.records import (
 from pdlab.trace.trace import Trace
 
 KV_BYTES = 46080
-WORDS = [" the", " a", "Why", " does", " prefill", " read", " every", " weight", " once", " but", "\n", "世界", " <b>", "é", ".", ","]
+WORDS = [
+    " the",
+    " a",
+    "Why",
+    " does",
+    " prefill",
+    " read",
+    " every",
+    " weight",
+    " once",
+    " but",
+    "\n",
+    "世界",
+    " <b>",
+    "é",
+    ".",
+    ",",
+]
 
 
 class Recorder:

@@ -1,6 +1,7 @@
 """Figures: pure functions from a Trace to a plotly Figure. Show one with `pdlab.workbench.show`."""
 
 from pdlab.workbench.figures.attention import attention_heatmap
+from pdlab.workbench.figures.cache import naive_against_cached
 from pdlab.workbench.figures.latency import (
     tpot_by_batch,
     tpot_by_context,
@@ -15,6 +16,7 @@ __all__ = [
     "attention_heatmap",
     "block_grid",
     "kv_occupancy",
+    "naive_against_cached",
     "roofline",
     "stage_breakdown",
     "step_timeline",

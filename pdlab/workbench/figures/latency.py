@@ -113,7 +113,7 @@ def tpot_by_batch(trace: Trace) -> go.Figure:
         size: median(r.wall_s for r in steps if len(r.sequences) == size)
         for size in sorted({len(r.sequences) for r in steps})
     }
-    (small, small_s), (large, large_s) = list(times.items())[0], list(times.items())[-1]
+    (small, small_s), (large, large_s) = next(iter(times.items())), list(times.items())[-1]
     title = f"A decode step of {small} takes {milliseconds(small_s)}"
     if large > small:
         title += f", one of {large} takes {large_s / small_s:.2g} times that (medians)"

@@ -26,7 +26,7 @@ def free_bytes(trace: Trace, record: StepRecord) -> int:
 
 
 def kv_occupancy(trace: Trace) -> go.Figure:
-    """Used, wasted and free KV bytes at each step, stacked up to the size of the pool (MB, 10^6)."""
+    """Used, wasted and free KV bytes at each step, stacked up to the pool's size (MB, 10^6)."""
     steps = [r.step for r in trace.steps]
     parts = {
         "used": ("cached", [r.kv_used_bytes for r in trace.steps]),

@@ -1,4 +1,4 @@
-"""The common look of all figures: fonts for the back row, quiet grid, a subtitle that says the source."""
+"""The common look of all figures: large fonts, a quiet grid, a subtitle that names the source."""
 
 from __future__ import annotations
 

@@ -1,0 +1,44 @@
+"""What the KV cache saves: the same tokens made with and without it."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+import plotly.graph_objects as go
+
+from pdlab.workbench.figures.style import milliseconds, recorded_on, styled
+from pdlab.workbench.palette import MEANING
+
+if TYPE_CHECKING:
+    from pdlab.workbench.experiments import CacheComparison
+
+TAIL = 8
+"""Tokens at the end of the run whose median stands for "by then"."""
+
+
+def naive_against_cached(comparison: CacheComparison) -> go.Figure:
+    """Wall time in ms of every token, without a KV cache and with one."""
+    naive_s, cached_s = comparison.naive.token_s, comparison.cached_s
+    figure = go.Figure()
+    for name, seconds, color in (
+        ("no cache: the whole text again", naive_s, MEANING["wasted"]),
+        ("KV cache: one token", cached_s, MEANING["decode"]),
+    ):
+        figure.add_scatter(
+            x=list(range(1, len(seconds) + 1)),
+            y=[s * 1e3 for s in seconds],
+            mode="lines+markers",
+            name=name,
+            line={"color": color, "width": 3},
+            marker={"size": 8, "line": {"width": 1, "color": MEANING["waiting"]}},
+            hovertemplate="token %{x}: %{y:.1f} ms<extra></extra>",
+        )
+    figure.update_xaxes(title_text="token of the answer (the first one pays for the prompt)")
+    figure.update_yaxes(title_text="wall time of the token, ms", rangemode="tozero")
+    late_naive, late_cached = median(naive_s[-TAIL:]), median(cached_s[-TAIL:])
+    title = (
+        f"By token {len(naive_s)}: {milliseconds(late_naive)} without a cache, "
+        f"{milliseconds(late_cached)} with one, {late_naive / late_cached:.1f} times"
+    )
+    return styled(figure, title, recorded_on(comparison.cached))

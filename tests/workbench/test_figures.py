@@ -1,0 +1,183 @@
+"""The numbers in the figures are the numbers of the trace."""
+
+import numpy as np
+import plotly.graph_objects as go
+import pytest
+
+from pdlab import Trace
+from pdlab.costmodel import Hardware
+from pdlab.workbench import figures
+from pdlab.workbench.attention_data import attention_matrix, pool
+from pdlab.workbench.figures.memory import kv_capacity_bytes
+from pdlab.workbench.palette import MEANING, phase_color
+
+from .handmade import two_requests
+
+
+def by_name(figure: go.Figure) -> dict[str, go.Figure]:
+    return {trace.name: trace for trace in figure.data}
+
+
+def all_figures(trace: Trace, hardware: Hardware) -> list[go.Figure]:
+    name = next(iter(trace.requests))
+    return [
+        figures.step_timeline(trace),
+        figures.stage_breakdown(trace, 1),
+        figures.kv_occupancy(trace),
+        figures.block_grid(trace, 1),
+        figures.attention_heatmap(trace, name, 0, 1),
+        figures.roofline(trace, hardware),
+        figures.roofline(trace, hardware, recorded_here=False),
+        figures.ttft_by_prompt(trace),
+        figures.tpot_by_context(trace),
+        figures.tpot_by_batch(trace),
+    ]
+
+
+def test_step_timeline_shows_every_step_in_its_phase(recorded: Trace) -> None:
+    figure = figures.step_timeline(recorded)
+    shown = {
+        step: (bars.name, height)
+        for bars in figure.data
+        for step, height in zip(bars.x, bars.y, strict=True)
+    }
+    assert shown == {r.step: (r.phase, r.wall_s * 1e3) for r in recorded.steps}
+    assert by_name(figure)["decode"].marker.color == phase_color("decode")
+
+
+def test_stage_breakdown_shows_the_stage_times(recorded: Trace) -> None:
+    record = recorded.steps[2]
+    bars = figures.stage_breakdown(recorded, record.step).data[0]
+    shown = dict(zip(bars.y, bars.x, strict=True))
+    assert shown == {name: s * 1e3 for name, s in record.stage_s.items() if s > 0}
+
+
+def test_kv_occupancy_adds_up_to_the_pool(recorded: Trace) -> None:
+    figure = figures.kv_occupancy(recorded)
+    used, wasted, free = (np.array(bars.y) for bars in figure.data)
+    assert used.tolist() == [r.kv_used_bytes / 1e6 for r in recorded.steps]
+    assert wasted.tolist() == [r.kv_wasted_bytes / 1e6 for r in recorded.steps]
+    assert used + wasted + free == pytest.approx(kv_capacity_bytes(recorded) / 1e6)
+
+
+def test_block_grid_shows_owner_and_fill_of_every_block(recorded: Trace) -> None:
+    record = recorded.steps[2]
+    grid = figures.block_grid(recorded, record.step, columns=8).data[0]
+    owners, texts = np.array(grid.z).ravel(), np.array(grid.text).ravel()
+    requests, size = list(recorded.requests), recorded.engine["block_size"]
+    taken = {}
+    for resident in record.residents:
+        for i, block in enumerate(resident.block_table):
+            filled = min(size, resident.num_computed_tokens - i * size)
+            taken[block] = (requests.index(resident.request_id), str(filled))
+    assert len(taken) > 2
+    for block in range(recorded.engine["num_blocks"]):
+        assert (owners[block], texts[block]) == taken.get(block, (-1, ""))
+
+
+def test_attention_heatmap_shows_the_captured_weights(recorded: Trace) -> None:
+    name = next(iter(recorded.requests))
+    shown = figures.attention_heatmap(recorded, name, layer=7, head=2).data[0].customdata
+    for capture in recorded.captures:
+        if capture.request_id == name and capture.layer == 7:
+            rows = range(capture.start, capture.start + capture.array.shape[1])
+            for i, row in enumerate(rows):
+                assert shown[row][: row + 1] == pytest.approx(capture.array[2, i, : row + 1])
+                assert np.isnan(shown[row][row + 1 :]).all()
+
+
+def test_roofline_points_stand_where_the_records_say(recorded: Trace, hardware: Hardware) -> None:
+    figure = figures.roofline(recorded, hardware)
+    points = {
+        (p.name, custom[0]): (x, y)
+        for p in figure.data
+        if "recorded" in (p.name or "")
+        for x, y, custom in zip(p.x, p.y, p.customdata, strict=True)
+    }
+    expected = {
+        (f"{r.phase} (recorded)", r.step): (
+            r.total_flops / r.total_bytes,
+            r.total_flops / r.wall_s,
+        )
+        for r in recorded.steps
+    }
+    assert points == expected
+    roof = by_name(figure)["ceiling"]
+    assert (roof.x[1], roof.y[1], roof.y[2]) == pytest.approx((10, 100e9, 100e9))
+
+
+def test_predicted_points_never_pass_the_roof(recorded: Trace, hardware: Hardware) -> None:
+    figure = figures.roofline(recorded, hardware, recorded_here=False)
+    for points in (p for p in figure.data if "predicted" in (p.name or "")):
+        for x, y in zip(points.x, points.y, strict=True):
+            assert y <= min(100e9, x * 10e9) * 1.0001
+        assert points.marker.symbol.endswith("-open")
+
+
+def test_ttft_counts_from_arrival_to_the_end_of_the_first_token(recorded: Trace) -> None:
+    for point in figures.ttft_points(recorded):
+        first = next(r for r, s in recorded.sequence_steps(point.request_id) if s.sampled)
+        arrival_s = recorded.requests[point.request_id].arrival_s
+        assert point.ttft_s == first.start_s + first.wall_s - arrival_s > 0
+    shown = figures.ttft_by_prompt(recorded).data[-1]
+    assert list(shown.x) == [len(r.prompt_ids) for r in recorded.requests.values()]
+
+
+def test_tpot_figures_show_the_decode_steps(recorded: Trace) -> None:
+    steps = [r for r in recorded.steps if r.phase == "decode"]
+    times = [r.wall_s * 1e3 for r in steps]
+    batch, context = figures.tpot_by_batch(recorded), figures.tpot_by_context(recorded)
+    assert list(batch.data[0].y) == list(context.data[0].y) == times
+    assert list(batch.data[0].x) == [len(r.sequences) for r in steps]
+    assert list(context.data[0].x) == [sum(s.end for s in r.sequences) for r in steps]
+
+
+def test_every_figure_has_a_message_a_source_and_large_type(
+    recorded: Trace, hardware: Hardware
+) -> None:
+    for figure in all_figures(recorded, hardware):
+        assert 10 < len(figure.layout.title.text) <= 92
+        assert "recorded on" in figure.layout.title.subtitle.text
+        assert figure.layout.title.subtitle.font.size >= 14
+        sizes = [figure.layout.font.size, figure.layout.xaxis.tickfont.size]
+        assert min(sizes) >= 14
+
+
+def test_figures_accept_waiting_preempted_and_foreign_tokens(hardware: Hardware) -> None:
+    assert len(all_figures(two_requests(), hardware)) == 10
+
+
+def test_unknown_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="step=99 is not in this trace; it holds steps 0 to 11"):
+        figures.stage_breakdown(two_requests(), 99)
+
+
+def test_pooling_averages_and_leaves_the_future_out() -> None:
+    matrix = np.tril(np.arange(25, dtype=np.float32).reshape(5, 5))
+    matrix[np.triu_indices(5, 1)] = np.nan
+    pooled = pool(matrix, max_side=3)
+    assert pooled.factor == 2
+    assert pooled.array[0, 0] == pytest.approx(np.mean([0, 5, 6]))
+    assert pooled.array[2, 0] == pytest.approx(np.mean([20, 21]))
+    assert np.isnan(pooled.array[0, 1])
+
+
+def test_long_attention_is_pooled_and_says_so() -> None:
+    from pdlab.trace.records import Capture
+
+    trace = two_requests()
+    weights = np.tril(np.ones((1, 300, 300), np.float32)) / np.arange(1, 301)[None, :, None]
+    trace.captures = [Capture(0, "first", 0, "attention", "reference", 0, weights)]
+    figure = figures.attention_heatmap(trace, "first", 0, 0)
+    assert np.shape(figure.data[0].z) == (150, 150)
+    assert "mean over 2 × 2 tokens" in figure.layout.title.text
+
+
+def test_attention_without_capture_says_how_to_get_one() -> None:
+    with pytest.raises(ValueError, match="layer=5 has no captured attention"):
+        attention_matrix(two_requests(), "first", 5)
+
+
+def test_wasted_and_used_have_their_own_colours(recorded: Trace) -> None:
+    colors = [bars.marker.color for bars in figures.kv_occupancy(recorded).data]
+    assert colors == [MEANING["cached"], MEANING["wasted"], MEANING["free"]]

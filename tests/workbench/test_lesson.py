@@ -1,0 +1,139 @@
+"""What a learner meets around the pictures."""
+
+import json
+
+import pytest
+from IPython.display import Markdown
+
+from pdlab.workbench import Predictions, check, checks, glossary, lesson, progress, solution
+from pdlab.workbench.lesson import GLOSSARY
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list:
+    """What was displayed, in order."""
+    outputs: list = []
+    for module in (checks, lesson):
+        monkeypatch.setattr(module, "display", lambda data, **_: outputs.append(data))
+    monkeypatch.delenv("PDLAB_STRICT", raising=False)
+    return outputs
+
+
+def test_passed_check_is_green_and_true(shown: list) -> None:
+    @check("adds up")
+    def passed() -> None:
+        assert 1 + 1 == 2
+
+    assert passed is True
+    assert shown[0]["text/plain"] == "✓ adds up: passed"
+
+
+def test_failed_check_shows_the_hint_and_is_false(shown: list) -> None:
+    @check("KV bytes")
+    def passed() -> None:
+        raise AssertionError("count K <and> V")
+
+    assert passed is False
+    assert "not yet: count K <and> V" in shown[0]["text/plain"]
+    assert "count K &lt;and&gt; V" in shown[0]["text/html"]
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (NotImplementedError(), "write your solution"),
+        (AssertionError(), "not the expected one"),
+        (TypeError("no"), "your code raised TypeError: no"),
+    ],
+)
+def test_check_explains_each_kind_of_failure(shown: list, error: Exception, hint: str) -> None:
+    @check("exercise")
+    def _() -> None:
+        raise error
+
+    assert hint in shown[0]["text/plain"]
+
+
+def test_strict_check_raises(shown: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDLAB_STRICT", "1")
+    with pytest.raises(AssertionError, match="wrong"):
+
+        @check("exercise")
+        def _() -> None:
+            raise AssertionError("wrong")
+
+
+def test_prediction_is_kept_and_compared(shown: list) -> None:
+    guesses = Predictions()
+    control = guesses.predict("How long is the TTFT?", key="ttft", unit="ms")
+    control.answer.value = "120"
+    assert guesses.get("ttft") == 120
+    guesses.compare("ttft", 240, "ms")
+    assert "your prediction: 120 ms; measured: 240 ms" in shown[0]["text/plain"]
+    assert "2 times your prediction" in shown[0]["text/plain"]
+
+
+def test_choice_is_kept_when_the_cell_runs_again() -> None:
+    guesses = Predictions()
+    question, options = "Which is slower?", ["prefill", "decode"]
+    guesses.predict(question, options, key="slower").answer.value = "decode"
+    again = guesses.predict(question, options, key="slower")
+    assert again.answer.value == "decode"
+    again.answer.value = None
+    assert guesses.get("slower") is None
+
+
+def test_compare_works_without_a_prediction(shown: list) -> None:
+    Predictions().compare("ttft", 0.0123, "s", kind="recorded")
+    assert shown[0]["text/plain"] == "your prediction: no prediction recorded; recorded: 0.0123 s"
+
+
+def test_a_word_is_no_number() -> None:
+    guesses = Predictions()
+    control = guesses.predict("How many?", key="n")
+    control.answer.value = "many <b>"
+    assert guesses.get("n") is None
+    assert "“many &lt;b&gt;” is not a number" in control.status.value
+
+
+def test_prediction_is_readable_without_widgets() -> None:
+    control = Predictions().predict("Which?", ["a", "b"], key="k")
+    data = control._repr_mimebundle_()
+    assert data["text/plain"] == "Which? (a / b)"
+
+
+def test_solution_is_folded(shown: list) -> None:
+    solution("Use `2 * layers`.")
+    assert isinstance(shown[0], Markdown)
+    assert shown[0].data.startswith("<details>")
+
+
+def test_glossary_has_the_terms_of_the_first_lessons(shown: list) -> None:
+    needed = ["token", "prefill", "decode", "KV cache", "TTFT", "TPOT", "ITL", "roofline", "GQA"]
+    glossary(*needed)
+    assert "预填充" in shown[0]["text/html"]
+    assert shown[0]["text/html"].count("<tr>") == len(needed) + 1
+
+
+def test_glossary_names_missing_terms() -> None:
+    with pytest.raises(ValueError, match="'warp drive'"):
+        glossary("token", "warp drive")
+
+
+def test_glossary_entries_are_complete() -> None:
+    for term, entry in json.loads(GLOSSARY.read_text(encoding="utf-8")).items():
+        assert set(entry) == {"zh", "meaning"}, term
+        assert entry["meaning"].endswith((".", "..."))
+
+
+def test_progress_yields_everything_and_clears_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handle:
+        shown: str
+
+        def update(self, html) -> None:
+            self.shown = html.data
+
+    handle = Handle()
+    monkeypatch.setattr(lesson, "display", lambda *_, **__: handle)
+    assert list(progress(range(3), "prompts")) == [0, 1, 2]
+    assert handle.shown == ""

@@ -1,0 +1,113 @@
+"""A committed lesson shows a picture for every widget and figure, and stays small."""
+
+import base64
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from pdlab import Trace
+from pdlab.workbench import execute_notebook, figures, notebooks, static_png
+from pdlab.workbench.display import PLOTLY, mimebundle
+from pdlab.workbench.picture import find_browser, quantise
+
+CELLS = [
+    "import pdlab\nfrom pdlab import workbench as wb\ntrace = pdlab.Trace.load('run.json.gz')",
+    "wb.Stepper(trace, step=3)",
+    "wb.AttentionView(trace)",
+    "wb.show(wb.figures.kv_occupancy(trace))",
+    "wb.Predictions().predict('Which is slower?', ['prefill', 'decode'], key='k')",
+    "import ipywidgets; ipywidgets.IntSlider()",
+]
+needs_browser = pytest.mark.skipif(find_browser() is None, reason="needs Chromium or Chrome")
+
+
+def write_notebook(path: Path, cells: list[str]) -> Path:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    notebook.metadata["kernelspec"] = {
+        "display_name": "Python 3",
+        "language": "python",
+        "name": "python3",
+    }
+    nbformat.write(notebook, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def executed(recorded: Trace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lesson")
+    recorded.save(folder / "run.json.gz")
+    return execute_notebook(write_notebook(folder / "lesson.ipynb", CELLS))
+
+
+def outputs(path: Path) -> list[dict]:
+    cells = nbformat.read(path, as_version=4).cells
+    return [o.get("data", {}) for cell in cells for o in cell.outputs]
+
+
+def test_no_widget_view_or_state_is_stored(executed: Path) -> None:
+    text = executed.read_text(encoding="utf-8")
+    assert "widget-view" not in text
+    assert "widget-state" not in text
+
+
+@needs_browser
+def test_every_picture_is_there_without_javascript(executed: Path) -> None:
+    stepper, attention, figure = outputs(executed)[:3]
+    for data in (stepper, attention, figure):
+        png = base64.b64decode(data["image/png"])
+        assert png.startswith(b"\x89PNG")
+        assert 5_000 < len(png) < 80_000
+    assert "Stepper, request r0, step 2" in stepper["text/plain"]
+
+
+def test_every_output_says_something(executed: Path) -> None:
+    question, foreign = outputs(executed)[3:]
+    assert question["text/plain"] == "Which is slower? (prefill / decode)"
+    assert foreign["text/plain"]
+
+
+def test_lesson_stays_under_a_megabyte(executed: Path) -> None:
+    assert executed.stat().st_size < 400_000
+
+
+def test_too_large_a_notebook_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_notebook(tmp_path / "big.ipynb", ["print('x' * 5000)"])
+    monkeypatch.setattr(notebooks, "MAX_NOTEBOOK_BYTES", 2000)
+    with pytest.raises(ValueError, match="more than 2000"):
+        execute_notebook(path)
+    assert not outputs(path)
+
+
+def test_figure_output_is_small_plotly_json(
+    recorded: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PDLAB_PICTURES", raising=False)
+    bundle = mimebundle(figures.step_timeline(recorded))
+    assert set(bundle) == {PLOTLY, "text/plain"}
+    assert len(str(bundle)) < 12_000
+    assert "template" not in bundle[PLOTLY]["layout"]
+
+
+@needs_browser
+def test_static_figure_is_a_palette_png(recorded: Trace) -> None:
+    png = static_png(figures.block_grid(recorded, 1))
+    assert png is not None
+    assert 3_000 < len(png) < 40_000
+
+
+def test_quantised_swatches_keep_their_exact_colour() -> None:
+    import io
+
+    from PIL import Image
+
+    from pdlab.workbench.palette import MEANING, rgb
+
+    picture = Image.effect_mandelbrot((64, 64), (-2, -1, 1, 1), 50).convert("RGB")
+    for i, color in enumerate(MEANING.values()):
+        picture.putpixel((i, 0), rgb(color))
+    out = io.BytesIO()
+    picture.save(out, "PNG")
+    small = Image.open(io.BytesIO(quantise(out.getvalue()))).convert("RGB")
+    for i, color in enumerate(MEANING.values()):
+        assert small.getpixel((i, 0)) == rgb(color)
