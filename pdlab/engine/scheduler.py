@@ -153,15 +153,16 @@ class Scheduler:
         return max(0, needed - len(sequence.block_table))
 
     def _make_room(self, sequence: Sequence, num_tokens: int, batch: ScheduledBatch) -> bool:
-        """Preempt the youngest that are not in this batch yet until `sequence` can grow.
+        """Preempt the youngest, one after the other, until `sequence` can grow.
 
-        False when `sequence` itself is the youngest of them. A decode then gives its blocks back;
-        a prompt chunk just waits, for those in the batch are older or are decodes and will end.
+        False when the youngest is `sequence` itself or is in this batch already. A decode then
+        gives its blocks back; a prompt chunk just waits, for those in the batch are older or are
+        decodes and will end. Taking blocks from someone in between would let the younger overtake.
         """
         scheduled = {part.sequence for part in batch.scheduled}
         while self._blocks_missing(sequence, num_tokens) > self.pool.num_free:
-            victim = next(s for s in reversed(self.running) if s not in scheduled)
-            if victim is sequence and sequence.phase == "prefill":
+            victim = self.running[-1]
+            if sequence.phase == "prefill" and (victim is sequence or victim in scheduled):
                 return False
             self._preempt(victim, batch)
             if victim is sequence:
