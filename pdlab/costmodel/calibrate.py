@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pdlab.costmodel.hardware import Hardware
+from pdlab.machine import processor_name
 
 TORCH_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 CACHE_FORMAT = 1
@@ -120,21 +120,12 @@ def _key(device: str, dtype: str) -> dict[str, Any]:
         raise ValueError(f"device={device!r}, but torch finds no CUDA GPU")
     return {
         "format": CACHE_FORMAT,
-        "processor": torch.cuda.get_device_name(device) if on_gpu else _processor_name(),
+        "processor": torch.cuda.get_device_name(device) if on_gpu else processor_name(),
         "num_threads": 0 if on_gpu else torch.get_num_threads(),
         "torch": str(torch.__version__),
         "device": device,
         "dtype": dtype,
     }
-
-
-def _processor_name() -> str:
-    """The processor's model name where the system tells it, else its architecture."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 # --- measuring -----------------------------------------------------------------------------------

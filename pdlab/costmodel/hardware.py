@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib import resources
-from pathlib import Path
 from typing import Any, Literal
 
 from pdlab.costmodel.checks import check_positive
+from pdlab.shipped import shipped
 
 Provenance = Literal["predicted", "measured", "published"]
 """Where a number comes from: from a formula, from a clock, or from a vendor's document."""
@@ -79,14 +78,6 @@ class Hardware:
 
 def load_hardware() -> dict[str, Hardware]:
     """Every machine of the table by its short name, in the order of rising bandwidth."""
-    rows = json.loads(_table_text())["hardware"]
+    text = (shipped("data") / TABLE).read_text(encoding="utf-8")
+    rows = json.loads(text)["hardware"]
     return {short_name: Hardware.from_dict(row) for short_name, row in rows.items()}
-
-
-def _table_text() -> str:
-    """The table as the package `pdlab_data` of an installation, or as `data/` of a checkout."""
-    try:
-        return (resources.files("pdlab_data") / TABLE).read_text(encoding="utf-8")
-    except (ModuleNotFoundError, FileNotFoundError):
-        checkout = Path(__file__).resolve().parents[2] / "data" / TABLE
-        return checkout.read_text(encoding="utf-8")

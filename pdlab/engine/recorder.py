@@ -14,9 +14,9 @@ from pdlab.engine.runner import StepOutput
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
 from pdlab.engine.sequence import Sequence
 from pdlab.kvcache import PagedKVCache
+from pdlab.machine import describe_machine
 from pdlab.models import Model
 from pdlab.trace import RequestRecord, Resident, SequenceRecord, StepRecord, Trace
-from pdlab.trace.machine import describe_machine
 
 
 class Recorder:

@@ -11,25 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from torch import Tensor
+
 from pdlab.costmodel import StepCost
 from pdlab.engine import Engine, EngineConfig, NaiveGenerator, NaiveOutput, SamplingParams
 from pdlab.kvcache import blocks_for
 from pdlab.models import Model
 from pdlab.trace import StepRecord, Trace
+from pdlab.workbench.figures.latency import ttft_points
 from pdlab.workbench.lesson import progress
+from pdlab.workbench.roofline_data import step_cost_of
 
 BLOCK_SIZE = 16
+NEAR = 16
+"""Tokens of context by which a decode step may differ from the length asked for."""
 
 
 def random_prompt(model: Model, num_tokens: int, seed: int = 0) -> list[int]:
     """Token ids drawn at random: as good as text where only the time matters."""
     draw = random.Random(seed)
     return [draw.randrange(model.config.vocab_size) for _ in range(num_tokens)]
-
-
-def work_of(record: StepRecord) -> StepCost:
-    """The FLOPs and bytes of a recorded step, as the cost model's functions take them."""
-    return StepCost(dict(record.flops), dict(record.bytes_moved))
 
 
 def prefill_sweep(
@@ -84,13 +85,41 @@ def decode_sweep(
         return engine.trace
 
 
-def decode_step_s(trace: Trace, batch_size: int) -> float:
-    """Median wall time of the decode steps that ran `batch_size` sequences, in seconds."""
-    return median(
-        step.wall_s
+def median_ttft_s(trace: Trace, num_tokens: int | None = None) -> float:
+    """Median time to first token, in seconds, of the requests with this prompt length (or all)."""
+    points = ttft_points(trace)
+    return median(p.ttft_s for p in points if num_tokens in (None, p.num_tokens))
+
+
+def decode_steps(
+    trace: Trace, batch_size: int | None = None, context_len: int | None = None
+) -> list[StepRecord]:
+    """The steps that only decoded: with this many sequences, near this context length (or all)."""
+    return [
+        step
         for step in trace.steps
-        if step.phase == "decode" and len(step.sequences) == batch_size
-    )
+        if step.phase == "decode"
+        and batch_size in (None, len(step.sequences))
+        and (context_len is None or abs(step.sequences[0].end - context_len) <= NEAR)
+    ]
+
+
+def decode_step_s(
+    trace: Trace, batch_size: int | None = None, context_len: int | None = None
+) -> float:
+    """Median wall time of `decode_steps`, in seconds."""
+    return median(step.wall_s for step in decode_steps(trace, batch_size, context_len))
+
+
+def kv_after_prefill(
+    model: Model, prompt: str | list[int], *, exact: bool = False, chunk_size: int | None = None
+) -> Tensor:
+    """K and V of a prompt, [2, num_layers, num_tokens, num_kv_heads, head_dim], from the cache."""
+    with Engine(model, EngineConfig(exact=exact, chunk_size=chunk_size)) as engine:
+        request_id = engine.submit(prompt, SamplingParams(max_tokens=2, ignore_eos=True))
+        while (record := engine.step()) and record.sequences[0].sampled is None:
+            pass
+        return engine.read_kv(request_id)
 
 
 @dataclass(frozen=True)
@@ -111,7 +140,7 @@ class CacheComparison:
 
     @property
     def cached_costs(self) -> list[StepCost]:
-        return [work_of(step) for step in self.cached.steps]
+        return [step_cost_of(step) for step in self.cached.steps]
 
 
 def compare_with_naive(model: Model, prompt: str, num_tokens: int) -> CacheComparison:
