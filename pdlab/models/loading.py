@@ -83,7 +83,7 @@ def load(
     if name.startswith(catalog.RANDOM):
         return _random(name, target, kind)
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return _from_directory(name, path, target, kind, str(path))
     if path.is_file():
         return _from_gguf(name, path, target, kind)

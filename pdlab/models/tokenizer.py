@@ -38,7 +38,11 @@ class Tokenizer:
         self.eos_token_ids = tuple(eos_token_ids) or self._declared_eos()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of the text. Nothing is added; special tokens spelled out in it are found."""
+        """Token ids of the text. Nothing is added; special tokens spelled out in it are found.
+
+        A byte that the vocabulary lacks is dropped, as the model's own tokenizer drops it: SmolLM2
+        has no token for six control characters.
+        """
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
