@@ -6,10 +6,11 @@ import json
 import os
 import shutil
 import tempfile
-from importlib import resources
 from pathlib import Path
 
 import typer
+
+from pdlab.shipped import shipped
 
 LESSONS = "[0-9][0-9]_*.ipynb"
 WORKING_FOLDER = "pdlab-lessons"
@@ -58,12 +59,11 @@ def lessons_folder() -> Path:
     The copy is made in the current directory; files that are there already are the reader's work
     and stay as they are.
     """
-    clone = Path(__file__).resolve().parents[2]
-    if (clone / "pyproject.toml").is_file():
-        return clone / "notebooks"
+    notebooks = shipped("notebooks")
+    if (notebooks.parent / "pyproject.toml").is_file():
+        return notebooks
     folder = Path.cwd() / WORKING_FOLDER
-    with resources.as_file(resources.files("pdlab_notebooks")) as shipped:
-        copy_missing(shipped, folder)
+    copy_missing(notebooks, folder)
     return folder
 
 

@@ -18,7 +18,7 @@ from pdlab.cli.text import counted, seconds, si
 from pdlab.costmodel import StepCost, calibrate, mbu, mfu, predict
 from pdlab.engine import Engine, EngineConfig, RequestOutput, SamplingParams
 from pdlab.kvcache import blocks_for
-from pdlab.models import Model, load
+from pdlab.models import Model, Tokenizer, load
 from pdlab.trace import StepRecord
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -88,13 +88,16 @@ def _tokenize(model: Model, walk: Walk) -> tuple[Stage, list[int]]:
         raise ValueError(f"model={walk.model!r} has no tokenizer, so it cannot read a prompt")
     if not walk.prompt:
         raise ValueError("prompt is empty: it needs at least 1 character")
+    _prompt_ids(model.tokenizer, walk)  # the first call compiles the template: not what we time
     start = time.perf_counter()
-    if walk.raw or model.tokenizer.chat_template is None:
-        prompt_ids = model.tokenizer.encode(walk.prompt)
-    else:
-        message = {"role": "user", "content": walk.prompt}
-        prompt_ids = model.tokenizer.apply_chat_template([message])
+    prompt_ids = _prompt_ids(model.tokenizer, walk)
     return Stage("tokenize", len(prompt_ids), time.perf_counter() - start), prompt_ids
+
+
+def _prompt_ids(tokenizer: Tokenizer, walk: Walk) -> list[int]:
+    if walk.raw or tokenizer.chat_template is None:
+        return tokenizer.encode(walk.prompt)
+    return tokenizer.apply_chat_template([{"role": "user", "content": walk.prompt}])
 
 
 def _blocks_needed(
@@ -149,7 +152,7 @@ def _print_header(console: Console, engine: Engine, walk: Walk, num_prompt_token
     lines = {
         "machine": f"{device}{machine['processor']}, {counted(machine['cores'], 'core')}, "
         f"{counted(machine['threads'], 'thread')}, torch {machine['torch']}",
-        "model": f"{model.name}, {si(model.config.num_parameters, 'parameters')}, "
+        "model": f"{model.name}, {si(model.config.num_parameters, '')} parameters, "
         f"{DTYPE_NAMES[model.dtype]}, {si(model.weight_bytes, 'B')} of weights",
         "prompt": f"{counted(num_prompt_tokens, 'token')}, {template}",
     }

@@ -1,5 +1,6 @@
 """Records of what an engine did: plain data that any room may write and only readers read."""
 
+from pdlab.trace.perfetto import save_perfetto, to_perfetto
 from pdlab.trace.records import (
     Candidate,
     Capture,
@@ -20,4 +21,6 @@ __all__ = [
     "SequenceRecord",
     "StepRecord",
     "Trace",
+    "save_perfetto",
+    "to_perfetto",
 ]

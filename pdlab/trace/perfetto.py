@@ -1,0 +1,164 @@
+"""A trace in the Chrome trace-event format, which ui.perfetto.dev and chrome://tracing open.
+
+Source: Google, "Trace Event Format" (complete events X, counters C, instants i, metadata M). Times
+are microseconds since the engine was made.
+
+    process "engine"     steps     | step 0: prefill       | step 1: decode | ...
+                                   | qkv | attention | mlp | ...
+                         counters  KV bytes (used, wasted); sequences (prefill, decode, waiting)
+    process "requests"   r0        | waiting | prefill 0-37 | decode | decode | ...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from pdlab.trace.records import RequestRecord, SequenceRecord, StepRecord
+from pdlab.trace.trace import Trace
+
+Event = dict[str, Any]
+
+ENGINE, REQUESTS = 1, 2
+"""Process ids."""
+STEPS = 1
+"""Thread id of the engine's track of steps."""
+PER_LAYER = ("qkv", "attention", "mlp", "probe")
+"""Stages that run once in each layer; the record holds their sum over the layers."""
+
+
+def save_perfetto(trace: Trace, path: str | PathLike[str]) -> None:
+    """Write `to_perfetto(trace)` as JSON."""
+    text = json.dumps(to_perfetto(trace), ensure_ascii=False, separators=(",", ":"))
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def to_perfetto(trace: Trace) -> dict[str, Any]:
+    """The trace as a JSON object of trace events, in order of time.
+
+    Durations are the recorded ones. Stages are laid end to end in the order in which they first
+    ran: those that run in every layer alternate in reality, and appear once with their sum.
+    """
+    num_layers = trace.model.get("config", {}).get("num_layers")
+    events: list[Event] = []
+    for record in trace.steps:
+        events += _step_events(record, num_layers)
+        events += _counter_events(record)
+    for track, request in enumerate(trace.requests.values(), start=1):
+        events += _request_events(trace, request, track)
+    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))  # the outer slice first
+    return {
+        "traceEvents": [*_names(trace), *events],
+        "displayTimeUnit": "ms",
+        "otherData": {"machine": trace.machine, "model": trace.model, "engine": trace.engine},
+    }
+
+
+def _names(trace: Trace) -> Iterator[Event]:
+    """What processes and tracks are called."""
+    yield _metadata("process_name", ENGINE, 0, f"engine: {trace.model.get('name', 'unnamed')}")
+    yield _metadata("thread_name", ENGINE, STEPS, "steps")
+    yield _metadata("process_name", REQUESTS, 0, "requests")
+    for track, request_id in enumerate(trace.requests, start=1):
+        yield _metadata("thread_name", REQUESTS, track, request_id)
+
+
+def _step_events(record: StepRecord, num_layers: int | None) -> Iterator[Event]:
+    yield _slice(
+        f"step {record.step}: {record.phase}",
+        (ENGINE, STEPS),
+        record.start_s,
+        record.wall_s,
+        phase=record.phase,
+        tokens=record.num_tokens,
+        sequences=len(record.sequences),
+        flops=record.total_flops,
+        bytes_moved=record.total_bytes,
+    )
+    start_s = record.start_s
+    for stage, duration_s in record.stage_s.items():
+        args = {"sum_over_layers": num_layers} if stage in PER_LAYER and num_layers else {}
+        yield _slice(stage, (ENGINE, STEPS), start_s, duration_s, **args)
+        start_s += duration_s
+
+
+def _counter_events(record: StepRecord) -> Iterator[Event]:
+    """Who runs, from the start of the step on; what KV they held, as recorded at its end."""
+    phases = [sequence.phase for sequence in record.sequences]
+    yield _counter(
+        "sequences",
+        record.start_s,
+        prefill=phases.count("prefill"),
+        decode=phases.count("decode"),
+        waiting=len(record.waiting),
+    )
+    yield _counter(
+        "KV bytes",
+        record.start_s + record.wall_s,
+        used=record.kv_used_bytes,
+        wasted=record.kv_wasted_bytes,
+    )
+
+
+def _request_events(trace: Trace, request: RequestRecord, track: int) -> Iterator[Event]:
+    """A request's life: waiting or preempted until a step runs it, then that step's part in it."""
+    idle_since: tuple[str, float] | None = ("waiting", request.arrival_s)
+    place = (REQUESTS, track)
+    for record in trace.steps:
+        if request.request_id in record.preempted:
+            idle_since = ("preempted", record.start_s)
+        part = _part(record, request.request_id)
+        if part is None:
+            continue
+        if idle_since is not None:
+            name, since_s = idle_since
+            yield _slice(name, place, since_s, record.start_s - since_s)
+            idle_since = None
+        name = f"prefill {part.start}-{part.end}" if part.phase == "prefill" else "decode"
+        yield _slice(
+            name,
+            place,
+            record.start_s,
+            record.wall_s,
+            step=record.step,
+            tokens=part.num_tokens,
+            context=part.end,
+            sampled=None if part.sampled is None else trace.tokens.get(part.sampled),
+        )
+        if part.finish_reason:
+            end_s = record.start_s + record.wall_s
+            yield _event("i", f"finished: {part.finish_reason}", place, end_s) | {"s": "t"}
+    if idle_since is not None and trace.steps:
+        name, since_s = idle_since
+        end_s = trace.steps[-1].start_s + trace.steps[-1].wall_s
+        yield _slice(name, place, since_s, max(0.0, end_s - since_s))
+
+
+def _part(record: StepRecord, request_id: str) -> SequenceRecord | None:
+    return next((part for part in record.sequences if part.request_id == request_id), None)
+
+
+# --- events --------------------------------------------------------------------------------------
+
+
+def _slice(
+    name: str, place: tuple[int, int], start_s: float, duration_s: float, /, **args: Any
+) -> Event:
+    return _event("X", name, place, start_s, **args) | {"dur": duration_s * 1e6}
+
+
+def _counter(name: str, time_s: float, /, **values: int) -> Event:
+    return _event("C", name, (ENGINE, STEPS), time_s, **values)
+
+
+def _metadata(kind: str, process: int, track: int, name: str) -> Event:
+    return _event("M", kind, (process, track), 0.0, name=name)
+
+
+def _event(kind: str, name: str, place: tuple[int, int], time_s: float, /, **args: Any) -> Event:
+    process, track = place
+    event = {"ph": kind, "name": name, "pid": process, "tid": track, "ts": time_s * 1e6}
+    return event | {"args": args} if args else event
