@@ -62,9 +62,7 @@ def test_a_score_depends_on_the_distance_of_positions_only():
     q, k = torch.randn(2, 1, 1, TINY.head_dim)
 
     def score(query: int, key: int) -> float:
-        rotated = [
-            apply_rope(x, cos[p : p + 1], sin[p : p + 1]) for x, p in ((q, query), (k, key))
-        ]
+        rotated = [apply_rope(x, cos[p : p + 1], sin[p : p + 1]) for x, p in ((q, query), (k, key))]
         return float((rotated[0] * rotated[1]).sum())
 
     assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)
