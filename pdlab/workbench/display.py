@@ -37,6 +37,7 @@ def mimebundle(figure: go.Figure) -> dict[str, Any]:
         raise ValueError(f"figure has {len(text)} bytes of JSON, more than {MAX_JSON_BYTES}")
     content = json.loads(text)
     content["layout"].pop("template", None)  # 7 KB of defaults that `styled` replaces
+    content["layout"].pop("width", None)  # as wide as the page, where the page can tell
     content["config"] = {"displaylogo": False, "responsive": True}
     bundle = {PLOTLY: content, "text/plain": str(figure.layout.title.text or "figure")}
     picture = static_png(figure) if pictures_wanted() else None

@@ -40,7 +40,7 @@ class AttentionMap {
     const [heads, headsBody] = section("All heads of this layer", "choose one");
     this.heads = h("div.pd-heads");
     headsBody.append(this.heads);
-    this.root = h("div.pdlab.pd-attention", { "data-lm-suppress-shortcuts": "true", role: "group", "aria-label": "Attention weights" }, [
+    this.root = h("div.pdlab.pd-attention", { role: "group", "aria-label": "Attention weights" }, [
       h("div.pd-head", {}, [this.title]), this.controls,
       h("div.pd-cols", {}, [h("div.pd-att-map", {}, [this.canvas, this.scale]), h("div.pd-att-side", {}, [row, top, heads])]),
       this.foot,
@@ -149,7 +149,8 @@ class AttentionMap {
   }
 
   drawMap(layer, head, query) {
-    const width = Math.max(200, Math.min(520, this.canvas.parentElement.clientWidth));
+    this.width = Math.min(520, this.canvas.parentElement.clientWidth) || this.width || 420; // 0 while detached
+    const width = this.width;
     const ratio = window.devicePixelRatio || 1;
     const labelled = this.get("tokens").length <= LABEL_LIMIT && width > 340;
     const margin = labelled ? 78 : 44;
@@ -305,7 +306,7 @@ function niceStep(count) {
 }
 
 function shorten(text) {
-  const shown = text.trim().replaceAll("\n", "↵") || "·";
+  const shown = text.replace(/^ +| +$/g, "").replaceAll("\n", "↵") || "·";
   return shown.length > 8 ? shown.slice(0, 7) + "…" : shown;
 }
 

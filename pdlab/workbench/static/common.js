@@ -5,6 +5,8 @@ function h(spec, props = {}, children = []) {
   const [tag, ...classes] = spec.split(".");
   const node = document.createElement(tag || "div");
   if (classes.length) node.className = classes.join(" ");
+  // JupyterLab looks for this on the focused element first; without it, arrow keys move cells.
+  if (["input", "select", "button"].includes(tag)) node.setAttribute("data-lm-suppress-shortcuts", "true");
   for (const [key, value] of Object.entries(props)) {
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
     else if (value === true) node.setAttribute(key, "");
@@ -66,7 +68,8 @@ function paletteColor(node, name) {
 
 /** Call `redraw` when JupyterLab's theme or the node's width changes; returns a function that stops. */
 function onAppearance(node, redraw) {
-  const theme = new MutationObserver(redraw);
+  // A new theme's style sheet is there only after the attribute has changed.
+  const theme = new MutationObserver(() => setTimeout(redraw, 150));
   theme.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light"] });
   let width = 0;
   const size = new ResizeObserver(([entry]) => {

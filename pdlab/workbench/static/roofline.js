@@ -36,7 +36,7 @@ class Roofline {
     this.facts = h("div.pd-roof-facts.pd-num");
     sideBody.append(this.facts);
     this.foot = h("div.pd-foot");
-    this.root = h("div.pdlab.pd-roofline", { "data-lm-suppress-shortcuts": "true", role: "group", "aria-label": "Roofline" }, [
+    this.root = h("div.pdlab.pd-roofline", { role: "group", "aria-label": "Roofline" }, [
       h("div.pd-head", {}, [this.title]),
       h("div.pd-row.pd-roof-controls", {}, [h("label.pd-field", {}, ["step", this.slider, this.value]), h("label.pd-field", {}, ["machine", this.select])]),
       h("div.pd-cols", {}, [this.plot, side]),
@@ -93,7 +93,7 @@ class Roofline {
     const ys = [...places.map(([, y]) => y), peak];
     const [x0, x1] = [floorDecade(Math.min(...xs) / 1.3), ceilDecade(Math.max(...xs) * 2.5)];
     const [y0, y1] = [floorDecade(Math.min(...ys) / 1.3), ceilDecade(peak * 1.4)];
-    const width = Math.max(280, this.plot.clientWidth);
+    const width = (this.width = this.plot.clientWidth || this.width || 560); // 0 while detached
     const x = (v) => BOX.left + (Math.log10(v / x0) / Math.log10(x1 / x0)) * (width - BOX.left - BOX.right);
     const y = (v) => BOX.height - BOX.bottom - (Math.log10(v / y0) / Math.log10(y1 / y0)) * (BOX.height - BOX.top - BOX.bottom);
     return { x, y, x0, x1, y0, y1, peak, bandwidth, width };

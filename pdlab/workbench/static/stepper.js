@@ -46,7 +46,7 @@ class StepperView {
     this.title = h("div.pd-title", { "aria-live": "polite" });
     this.note = h("div.pd-note");
     this.request = this.requestSelect();
-    this.root = h("div.pdlab.pd-stepper", { "data-lm-suppress-shortcuts": "true", role: "group", "aria-label": "Stepper" }, [
+    this.root = h("div.pdlab.pd-stepper", { role: "group", "aria-label": "Stepper" }, [
       h("div.pd-head", {}, [this.pill, this.title, this.request]),
       this.note,
       this.transport(),

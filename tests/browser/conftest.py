@@ -1,0 +1,185 @@
+"""JupyterLab on loopback, driven in Chromium: the proof that a page really shows and reacts.
+
+Needs Playwright and a Chromium (on Debian: `apt-get install --no-install-recommends chromium`).
+Without one the tests are skipped, except in CI (CI=1), where they fail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pdlab.workbench.picture import FLAGS, find_browser
+
+HELP = (
+    "needs Chromium or Chrome (Debian: apt-get install --no-install-recommends chromium; "
+    "elsewhere set PDLAB_BROWSER) and playwright (pip install -e '.[test]')"
+)
+SHOTS = Path(__file__).parents[2] / "ci-output"
+START_S = 60
+KERNEL_IDLE = """() => {
+  const session = window.jupyterapp?.shell.currentWidget?.sessionContext;
+  const kernel = session?.session?.kernel;
+  return session?.isReady && kernel?.connectionStatus === 'connected' && kernel?.status === 'idle';
+}"""
+SETTINGS = {
+    "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    "@jupyter-widgets/jupyterlab-manager/plugin": {"saveState": False},
+    "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
+    "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test here, and skip them all where no browser is installed."""
+    mine = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in mine:
+        item.add_marker(pytest.mark.browser)
+        if find_browser() is None and not os.environ.get("CI"):
+            item.add_marker(pytest.mark.skip(reason=HELP))
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A running JupyterLab and the folder it serves."""
+
+    url: str
+    token: str
+    folder: Path
+
+    def address(self, notebook: str) -> str:
+        return f"{self.url}/lab/tree/{notebook}?token={self.token}&reset"
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A JupyterLab on a free port, with its own settings, stopped at the end."""
+    folder, config = tmp_path_factory.mktemp("lab"), tmp_path_factory.mktemp("lab-config")
+    _write_settings(config / "lab-settings")
+    lab = Lab(f"http://127.0.0.1:{_free_port()}", secrets.token_hex(16), folder)
+    server = _start_server(lab, config)
+    try:
+        _wait_until_up(lab, server)
+        yield lab
+    finally:
+        _stop(server)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator:
+    """Headless Chromium; Playwright drives the system's own."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason=HELP)
+    path = find_browser()
+    assert path is not None, HELP
+    flags = [flag for flag in FLAGS if flag != "--headless"]
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, headless=True, args=flags)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser) -> Iterator:
+    """A fresh page; the test fails if the page raised an error or a request of it failed."""
+    page = browser.new_page(viewport={"width": 1280, "height": 1100})
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda r: _is_foreign(r.url) and errors.append(f"fetched {r.url}"))
+    yield page
+    page.close()
+    assert not errors
+
+
+def open_and_run(page, lab: Lab, notebook: str) -> None:
+    """Open a notebook of the lab's folder, wait for its kernel, and run all cells."""
+    page.goto(lab.address(notebook))
+    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=120_000)
+    page.wait_for_function(KERNEL_IDLE, timeout=90_000)
+    page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells') }")
+
+
+def screenshot(target, name: str) -> Path:
+    """Keep a picture of a page or an element in ci-output/."""
+    SHOTS.mkdir(exist_ok=True)
+    path = SHOTS / f"{name}.png"
+    target.screenshot(path=path)
+    return path
+
+
+def _is_foreign(url: str) -> bool:
+    return url.startswith("http") and not url.startswith("http://127.0.0.1")
+
+
+def _write_settings(folder: Path) -> None:
+    for name, values in SETTINGS.items():
+        path = folder / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _start_server(lab: Lab, config: Path) -> subprocess.Popen:
+    own = {
+        "JUPYTER_CONFIG_DIR": str(config),
+        "JUPYTERLAB_SETTINGS_DIR": str(config / "lab-settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(config / "workspaces"),
+    }
+    options = [
+        "--no-browser",
+        "--allow-root",
+        "--ip=127.0.0.1",
+        f"--port={lab.url.rsplit(':', 1)[1]}",
+        "--ServerApp.port_retries=0",
+        f"--IdentityProvider.token={lab.token}",
+        f"--ServerApp.root_dir={lab.folder}",
+        "--LabApp.news_url=None",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+        "--LabApp.expose_app_in_browser=True",
+    ]
+    return subprocess.Popen(
+        [sys.executable, "-m", "jupyterlab", *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | own,
+        start_new_session=True,
+    )
+
+
+def _wait_until_up(lab: Lab, server: subprocess.Popen) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        assert server.poll() is None, f"JupyterLab ended with {server.returncode}"
+        try:
+            urllib.request.urlopen(f"{lab.url}/api/status?token={lab.token}", timeout=2)
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise TimeoutError(f"JupyterLab did not answer within {START_S} s")
+
+
+def _stop(server: subprocess.Popen) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        os.killpg(server.pid, number)
+        try:
+            server.wait(8)
+            return
+        except subprocess.TimeoutExpired:
+            continue

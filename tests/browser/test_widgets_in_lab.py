@@ -1,0 +1,152 @@
+"""The widgets in JupyterLab: they show, react to the keyboard, follow the theme, and fit."""
+
+from __future__ import annotations
+
+import nbformat
+import pytest
+
+from pdlab import Engine, EngineConfig, Model, SamplingParams
+
+from .conftest import Lab, open_and_run, screenshot
+
+PROMPT = "Why does a language model read a long prompt faster than it writes an answer?"
+CELLS = [
+    "import pdlab\nfrom pdlab import workbench as wb\ntrace = pdlab.Trace.load('run.json.gz')\n"
+    "from pdlab.costmodel import load_hardware",
+    "stepper = wb.Stepper(trace)\nstepper",
+    "attention = wb.AttentionView(trace)\nattention",
+    "roofline = wb.RooflineView(trace, load_hardware()['core-i7-1165g7'])\nroofline",
+    "wb.show(wb.figures.step_timeline(trace))\nwb.show(wb.figures.kv_occupancy(trace))",
+]
+RESPONSE_MS = """async (slider) => {
+  const root = slider.closest('.pdlab');
+  const times = [];
+  for (let i = 1; i < 9; i++) {
+    const start = performance.now();
+    slider.value = i;
+    slider.dispatchEvent(new Event('input', { bubbles: true }));
+    await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+    times.push(performance.now() - start);
+  }
+  return times.sort((a, b) => a - b)[4];
+}"""
+
+
+@pytest.fixture(scope="module")
+def notebook(lab: Lab, smollm2: Model) -> str:
+    """A notebook over a run recorded here; the lab serves it."""
+    with (
+        Engine(smollm2, EngineConfig(num_blocks=48, chunk_size=12)) as engine,
+        engine.probe(layers=[0, 8, 16]),
+    ):
+        engine.submit(PROMPT, SamplingParams(max_tokens=8, ignore_eos=True))
+        engine.submit("The capital of France is", SamplingParams(max_tokens=6, ignore_eos=True))
+        while engine.step():
+            pass
+        engine.trace.save(lab.folder / "run.json.gz")
+    cells = [nbformat.v4.new_code_cell(source) for source in CELLS]
+    book = nbformat.v4.new_notebook(cells=cells)
+    book.metadata["kernelspec"] = {
+        "display_name": "Python 3",
+        "language": "python",
+        "name": "python3",
+    }
+    nbformat.write(book, lab.folder / "widgets.ipynb")
+    return "widgets.ipynb"
+
+
+@pytest.fixture
+def running(page, lab: Lab, notebook: str):
+    """The notebook open, run, and all of its widgets shown."""
+    open_and_run(page, lab, notebook)
+    page.wait_for_selector(".pd-roofline[data-shown]", timeout=120_000)
+    page.wait_for_selector(".js-plotly-plot .gtitle", timeout=60_000)
+    return page
+
+
+def test_widgets_and_figures_react(running, capsys: pytest.CaptureFixture) -> None:
+    stepper_answers_the_keyboard(running)
+    report_response_time(running, capsys)
+    attention_answers_the_keyboard(running)
+    roofline_answers_the_mouse(running)
+    figures_are_drawn(running)
+    for theme in ("dark", "light"):
+        theme_is_followed(running, theme)
+    narrow_page_fits(running)
+
+
+def stepper_answers_the_keyboard(page) -> None:
+    stepper = page.locator(".pd-stepper")
+    title, pool = stepper.locator(".pd-title"), stepper.locator(".pd-pool svg")
+    before = (title.text_content(), pool.inner_html())
+    stepper.locator("input[type=range]").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    page.wait_for_selector(".pd-stepper[data-frame='3']")
+    assert (title.text_content(), pool.inner_html()) != before
+    assert stepper.locator(".pd-chip[data-state^='now']").count() > 0
+    page.keyboard.press("End")
+    assert "Decode" in title.text_content()
+    screenshot(stepper, "stepper-light")
+
+
+def report_response_time(page, capsys: pytest.CaptureFixture) -> None:
+    slider = page.locator(".pd-stepper input[type=range]")
+    milliseconds = slider.evaluate(RESPONSE_MS)
+    with capsys.disabled():
+        print(f"\nStepper: slider to page in {milliseconds:.1f} ms (median of 8)")
+
+
+def attention_answers_the_keyboard(page) -> None:
+    view = page.locator(".pd-attention")
+    canvas = view.locator(".pd-att-map canvas")
+    pixels = canvas.evaluate("(c) => c.toDataURL()")
+    view.locator("input[aria-label=head]").focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector(".pd-attention[data-shown*='/1/']")
+    assert canvas.evaluate("(c) => c.toDataURL()") != pixels
+    canvas.hover(position={"x": 200, "y": 380})
+    assert "weight" in view.locator(".pd-tip").text_content()
+    page.mouse.move(0, 0)
+    screenshot(view, "attention-light")
+
+
+def roofline_answers_the_mouse(page) -> None:
+    view = page.locator(".pd-roofline")
+    view.locator("select").select_option(label="NVIDIA H100 SXM 80 GB")
+    assert "predicted" in view.locator(".pd-roof-plot").text_content()
+    view.locator("input[type=range]").focus()
+    page.keyboard.press("End")
+    assert view.locator(".pd-title").text_content().startswith("Decode")
+    screenshot(view, "roofline-light")
+
+
+def figures_are_drawn(page) -> None:
+    titles = page.locator(".js-plotly-plot .gtitle")
+    assert titles.count() == 2
+    assert "A prompt token costs" in titles.first.text_content()
+    screenshot(page.locator(".jp-OutputArea:has(.js-plotly-plot)").last, "figures-light")
+
+
+def theme_is_followed(page, theme: str) -> None:
+    name = f"JupyterLab {theme.capitalize()}"
+    page.evaluate(
+        "(theme) => { window.jupyterapp.commands.execute('apputils:change-theme', { theme }) }",
+        name,
+    )
+    page.wait_for_selector(f"body[data-jp-theme-name='{name}']", state="attached")
+    color = page.locator(".pd-stepper .pd-title").evaluate("(e) => getComputedStyle(e).color")
+    assert color == ("rgb(232, 234, 237)" if theme == "dark" else "rgb(27, 31, 36)")
+    if theme == "dark":
+        page.wait_for_timeout(500)
+        for widget in ("stepper", "attention", "roofline"):
+            screenshot(page.locator(f".pd-{widget}"), f"{widget}-dark")
+
+
+def narrow_page_fits(page) -> None:
+    page.set_viewport_size({"width": 620, "height": 1100})
+    page.wait_for_timeout(300)
+    for widget in ("stepper", "attention", "roofline"):
+        root = page.locator(f".pd-{widget}")
+        assert root.evaluate("(e) => e.scrollWidth <= e.clientWidth + 1"), widget
+        screenshot(root, f"{widget}-narrow")
