@@ -130,7 +130,7 @@ print("the shared K and V are bit for bit the same:", torch.equal(whole, longer[
 # %%
 with pdlab.Engine(model, pdlab.EngineConfig(chunk_size=8, block_size=4, num_blocks=16)) as chunked:
     chunked.generate(prompt, pdlab.SamplingParams(max_tokens=6))
-wb.Stepper(chunked.trace)
+wb.Stepper(chunked.trace, step=2)
 
 # %% [markdown]
 # ## 5. Does twice the prompt take twice as long?
@@ -154,12 +154,14 @@ wb.show(wb.figures.ttft_by_prompt(sweep))
 factor = wb.median_ttft_s(sweep, 1024) / wb.median_ttft_s(sweep, 512)
 bounds = [(1.9, "less than 2"), (2.1, "about 2"), (3.0, "2 to 3"), (9.9, "about 4")]
 answer = next(name for bound, name in bounds if factor < bound)
-guess.compare("doubling", answer, note=f"measured: {factor:.2f} times")
+guess.compare("doubling", answer, note=f"The factor: {factor:.2f}")
 
 # %% [markdown]
-# The dotted line is the linear part of the fit. For this model the two parts would be equal only at a
-# prompt of several thousand tokens; count it yourself in exercise 2. "Quadratic" is true of
-# the score matrix, and true of very long prompts. At usual lengths, prefill is mostly a line.
+# The dotted line is the linear part of the fit. Counted in FLOPs, the two parts are equal only at a
+# prompt of several thousand tokens (exercise 2). The clock shows a larger quadratic part than the
+# count, because attention's small matrix products and its softmax reach less of the processor's peak
+# than the large products around them. Either way, "O(n²)" describes very long prompts; at the lengths
+# of everyday use, doubling the prompt costs a little more than double.
 #
 # ## 6. Bound by compute
 #

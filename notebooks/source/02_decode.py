@@ -59,8 +59,8 @@ work = comparison.naive.costs[-1].total_flops / comparison.cached_costs[-1].tota
 guess.compare("naive", ratio, "times", note=f"The last token's FLOPs, counted: {work:.0f} times.")
 
 # %% [markdown]
-# Look at the two numbers. Without a cache the last token does about a hundred times the *work*, but
-# takes far less than a hundred times the *time*. So the cached step is, in some sense, slow: it does
+# Look at the two numbers in the card. Without a cache the last token takes dozens of times the *work*
+# (the FLOPs), but only a few times the *time*. So the cached step is, in some sense, slow: it does
 # hardly any arithmetic and still takes its time. Keep that in mind for section 3.
 #
 # It is often said that *every decode step recomputes the whole history*. That describes the yellow
@@ -119,10 +119,10 @@ print(f"a step              {step_s * 1e3:8.1f} ms   measured")
 print(f"MBU {mbu(cost, step_s, machine):.0%}, MFU {mfu(cost, step_s, machine, 'fp32'):.1%}")
 
 # %% [markdown]
-# The arithmetic would be done in a small part of the time. The step waits for memory: that is what
-# *bandwidth-bound* means. The gap between the floor and the measured step is not memory but everything
-# around it: some hundreds of small operations started one by one, and matrix products that do not
-# reach the full bandwidth with a single row. Where exactly?
+# The arithmetic would be done in a small part of the time; fetching takes more than ten times as long.
+# That is what *bandwidth-bound* means: a faster calculator would change nothing. The measured step is
+# longer still. The rest is software: hundreds of small operations started one by one, and matrix
+# products that with a single row do not reach the bandwidth a plain read reaches. Where exactly?
 
 # %%
 wb.show(wb.figures.stage_breakdown(sample, wb.decode_steps(sample, 1)[-1].step))
@@ -189,7 +189,9 @@ guess.compare("batch", wb.decode_step_s(batches, batch_size=8) / one_s, "times")
 # grows with the batch without being shared is attention: each sequence has its own KV to read.
 
 # %%
-wb.RooflineView(batches, machine)
+view = wb.RooflineView(batches, machine)
+view.selected = len(view.points) - 1  # the last step: a decode of 16
+view
 
 # %% [markdown]
 # ## Exercises

@@ -7,11 +7,11 @@ the same; only the work differs.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from pdlab.attention import AttentionBackend, ExactAttention, FusedAttention
 from pdlab.costmodel import StepCost, dense_step_cost
@@ -61,9 +61,13 @@ class NaiveGenerator:
         params: SamplingParams | None = None,
         *,
         seed: int = 0,
-        progress: bool = False,
+        track: Callable[[range], Iterable[int]] = iter,
     ) -> NaiveOutput:
         """Generate by recomputing everything for every token.
+
+        Args:
+            seed: for sampling, where `params` brings none.
+            track: given the range of tokens to make; may show progress as it is walked through.
 
         Raises:
             ValueError: the prompt is empty, or the text would outgrow the model's positions.
@@ -75,7 +79,7 @@ class NaiveGenerator:
         seed = seed if params.seed is None else params.seed
         sequence = Sequence("naive", prompt_ids, params, seed)
         output = NaiveOutput()
-        for _ in tqdm(range(params.max_tokens), "no cache", leave=False, disable=not progress):
+        for _ in track(range(params.max_tokens)):
             start = time.perf_counter()
             logits = self.logits(sequence.token_ids, last_only=True)
             token_id = self._sampler.sample(logits, [sequence])[0].token_id

@@ -88,7 +88,7 @@ def decode_sweep(
 def median_ttft_s(trace: Trace, num_tokens: int | None = None) -> float:
     """Median time to first token, in seconds, of the requests with this prompt length (or all)."""
     points = ttft_points(trace)
-    return median(p.ttft_s for p in points if num_tokens in (None, p.num_tokens))
+    return median(p.ttft_s for p in points if num_tokens in (None, p.prompt_tokens))
 
 
 def decode_steps(
@@ -150,7 +150,9 @@ def compare_with_naive(model: Model, prompt: str, num_tokens: int) -> CacheCompa
     with Engine(model) as engine:
         prompt_ids = engine.generate(prompt, params)[0].prompt_ids
         cached = engine.trace
-    naive = NaiveGenerator(model).generate(prompt_ids, params, progress=True)
+    naive = NaiveGenerator(model).generate(
+        prompt_ids, params, track=lambda tokens: progress(tokens, "without a cache")
+    )
     return CacheComparison(naive, cached)
 
 
