@@ -38,10 +38,23 @@ def cache_dir() -> Path:
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Let one process at a time run the body; the system frees the lock of one that dies."""
-    cache_dir().mkdir(parents=True, exist_ok=True)
-    with FileLock(cache_dir() / f"{name}.lock"):
+    """Let one process at a time run the body; the system frees the lock of one that dies.
+
+    Raises:
+        FetchError: the cache cannot be written to.
+    """
+    lock = FileLock(cache_dir() / f"{name}.lock")
+    try:
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except OSError as error:
+        raise FetchError(
+            f"cannot write to the cache: {error}. Set PDLAB_CACHE to a directory of yours."
+        ) from error
+    try:
         yield
+    finally:
+        lock.release()
 
 
 @contextmanager

