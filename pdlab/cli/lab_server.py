@@ -23,7 +23,6 @@ LAB_SETTINGS = {
     "@jupyterlab/apputils-extension:notification": {
         "fetchNews": "false",
         "checkForUpdates": False,
-        "doNotDisturbMode": False,
     },
 }
 """Defaults only: what a user sets in JupyterLab goes before them."""

@@ -15,7 +15,7 @@ from rich.table import Table
 from pdlab.cli.errors import INTERRUPTED
 from pdlab.cli.stages import ElementBytes, Stage, cost_of, decode_stages, prefill_stages
 from pdlab.cli.text import counted, seconds, si
-from pdlab.costmodel import StepCost, calibrate, mbu, mfu, predict
+from pdlab.costmodel import Hardware, StepCost, calibrate, mbu, mfu, predict
 from pdlab.engine import Engine, EngineConfig, RequestOutput, SamplingParams
 from pdlab.kvcache import blocks_for
 from pdlab.models import Model, Tokenizer, load
@@ -24,6 +24,10 @@ from pdlab.trace import StepRecord
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 CONTROL_CHARACTERS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
 """Dropped from the model's text, which must not command the terminal."""
+HOW_TO_READ = (
+    "Times are measured, FLOPs and bytes counted from shapes. Predicted: from these and from the "
+    "ceilings that this machine was measured to have (pdlab calibrate), as if it reached them."
+)
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,8 @@ def run_prompt(walk: Walk) -> None:
     with Engine(model, config) as engine:
         _print_header(console, engine, walk, len(prompt_ids))
         steps, output = _generate(console, engine, tokenized, prompt_ids, params)
-        console.print(_stage_table(decode_stages(steps.decode)) if steps.decode else "")
+        if steps.decode:
+            console.print(_stage_table(decode_stages(steps.decode)), end="\n\n")
         _print_summary(console, model, steps, output)
         if walk.save:
             engine.trace.save(walk.save)
@@ -179,44 +184,45 @@ def _stage_table(stages: Sequence[Stage]) -> Table:
 
 
 def _print_summary(console: Console, model: Model, steps: Steps, output: RequestOutput) -> None:
-    """Latencies beside what the cost model predicts from this machine's measured ceilings."""
-    console.print()
-    dtype = DTYPE_NAMES[model.dtype]
-    with console.status("measuring this machine's ceilings (a few seconds, once) ..."):
-        hardware = calibrate(str(model.device), dtype)
-
-    def predicted_s(records: list[StepRecord]) -> float:
-        return sum(predict(cost_of(r), hardware, dtype).time_s for r in records)
-
-    metrics = output.metrics
+    """Latencies, and beside them what the cost model predicts from this machine's ceilings."""
+    metrics, interrupted = output.metrics, output.finish_reason == "abort"
+    latencies = [
+        ("TTFT, time to first token", metrics.ttft_s, steps.prefill, 1),
+        ("TPOT, time per output token", metrics.tpot_s, steps.decode, len(steps.decode)),
+    ]
+    hardware = None if interrupted else _ceilings(console, model)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for header in ("", "measured", "predicted", "of the ceiling"):
-        table.add_column(header, justify="right" if header else "left", no_wrap=True)
-    if metrics.ttft_s is not None:
-        cost, wall_s = _total(steps.prefill)
-        used = f"MFU {mfu(cost, wall_s, hardware, dtype):.0%}"
-        table.add_row(
-            "TTFT, time to first token",
-            seconds(metrics.ttft_s),
-            seconds(predicted_s(steps.prefill)),
-            used,
-        )
-    if metrics.tpot_s is not None:
-        cost, wall_s = _total(steps.decode)
-        used = f"MBU {mbu(cost, wall_s, hardware):.0%}"
-        table.add_row(
-            "TPOT, time per output token",
-            seconds(metrics.tpot_s),
-            seconds(predicted_s(steps.decode) / len(steps.decode)),
-            used,
-        )
+    table.add_column()
+    for header in ("measured", "predicted", "of the ceiling") if hardware else ("measured",):
+        table.add_column(header, justify="right", no_wrap=True)
+    for name, measured_s, records, count in latencies:
+        if measured_s is None:
+            continue
+        cells = [name, seconds(measured_s)]
+        if hardware:
+            predicted_s, used = _prediction(records, hardware, DTYPE_NAMES[model.dtype])
+            cells += [seconds(predicted_s / count), used]
+        table.add_row(*cells)
     console.print(table)
+    if hardware:
+        console.print("[dim]" + HOW_TO_READ)
     console.print(
-        f"\nfinished: {output.finish_reason}, {counted(metrics.num_output_tokens, 'token')}",
-        soft_wrap=True,
+        f"finished: {output.finish_reason}, {counted(metrics.num_output_tokens, 'token')}"
     )
 
 
-def _total(records: list[StepRecord]) -> tuple[StepCost, float]:
+def _ceilings(console: Console, model: Model) -> Hardware:
+    with console.status("measuring this machine's ceilings (a few seconds, once) ..."):
+        return calibrate(str(model.device), DTYPE_NAMES[model.dtype])
+
+
+def _prediction(records: list[StepRecord], hardware: Hardware, dtype: str) -> tuple[float, str]:
+    """Predicted seconds of all these steps, and what they used of the ceiling that binds them."""
     cost = sum((cost_of(record) for record in records), StepCost.zero())
-    return cost, sum(record.wall_s for record in records)
+    wall_s = sum(record.wall_s for record in records)
+    predictions = [predict(cost_of(record), hardware, dtype) for record in records]
+    if sum(p.compute_s for p in predictions) >= sum(p.memory_s for p in predictions):
+        used = f"MFU {mfu(cost, wall_s, hardware, dtype):.0%}"
+    else:
+        used = f"MBU {mbu(cost, wall_s, hardware):.0%}"
+    return sum(prediction.time_s for prediction in predictions), used
