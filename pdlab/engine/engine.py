@@ -275,17 +275,23 @@ class Engine:
 
     @contextmanager
     def probe(
-        self, layers: Iterable[int] | None = None, names: Iterable[str] = ("attention",)
+        self,
+        layers: Iterable[int] | None = None,
+        heads: Iterable[int] | None = None,
+        names: Iterable[str] = ("attention",),
     ) -> Iterator[None]:
         """Keep tensors of every step inside the `with` block in `trace.captures`.
 
         Args:
-            layers: layer numbers, None for all.
-            names: of `attention`, `q`, `k`, `v`.
+            layers, heads: numbers of layers and of query heads; None for all.
+            names: of `attention`, `q`, `k`, `v`, `output` (see `Probe`).
+
+        Raises:
+            ValueError: there is no such layer, head or tensor.
         """
         assert isinstance(self.runner, ModelRunner)
         previous = self.runner.probe
-        self.runner.probe = Probe.of(self.model.config, layers, names)
+        self.runner.probe = Probe.of(self.model.config, layers, heads, names)
         try:
             yield
         finally:

@@ -2,51 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pdlab.attention import ReferenceAttention
-from pdlab.engine.scheduler import ScheduledBatch
+from pdlab.engine.scheduler import ScheduledBatch, ScheduledSequence
 from pdlab.kvcache import PagedKVCache
 from pdlab.models.config import ModelConfig
 from pdlab.trace import Capture
 
-CAPTURED = ("attention", "q", "k", "v")
+CAPTURED = ("attention", "q", "k", "v", "output")
 
 
 @dataclass(frozen=True)
 class Probe:
     """What to keep of each step.
 
-    `q`, `k` and `v` are the tensors the step itself used (q and k with their rotary positions).
-    `attention` weights are recomputed by the reference path, from the step's own q and the K that
-    stands in the cache: a fused kernel never has them in one place.
+    `q`, `k` and `v` are the tensors the step itself used (q and k with their rotary positions),
+    `output` is what its attention returned. `attention` weights are recomputed by the reference
+    path, from the step's own q and the K that stands in the cache: a fused kernel never has them in
+    one place.
+
+    `heads` are query heads; of `k` and `v` the KV heads are kept that these read.
     """
 
     layers: tuple[int, ...]
-    names: tuple[str, ...] = ("attention",)
+    heads: tuple[int, ...]
+    names: tuple[str, ...]
+    group_size: int
 
     @classmethod
-    def of(cls, config: ModelConfig, layers: Iterable[int] | None, names: Iterable[str]) -> Probe:
-        """A probe on layers of a model; None means every layer.
+    def of(
+        cls,
+        config: ModelConfig,
+        layers: Iterable[int] | None = None,
+        heads: Iterable[int] | None = None,
+        names: Iterable[str] = ("attention",),
+    ) -> Probe:
+        """A probe for a model; None means every layer, or every head.
 
         Raises:
-            ValueError: there is no such layer, or no such tensor to keep.
+            ValueError: there is no such layer, head, or tensor to keep.
         """
-        chosen = tuple(range(config.num_layers) if layers is None else layers)
-        for layer in chosen:
-            if not 0 <= layer < config.num_layers:
-                raise ValueError(f"layers: {layer} is not one of 0 to {config.num_layers - 1}")
-        for name in (names := tuple(names)):
-            if name not in CAPTURED:
-                raise ValueError(f"names: {name!r} is not one of {', '.join(CAPTURED)}")
-        return cls(chosen, names)
+        probe = cls(
+            layers=tuple(range(config.num_layers) if layers is None else layers),
+            heads=tuple(range(config.num_heads) if heads is None else heads),
+            names=tuple(names),
+            group_size=config.group_size,
+        )
+        _require_among("layers", probe.layers, range(config.num_layers))
+        _require_among("heads", probe.heads, range(config.num_heads))
+        _require_among("names", probe.names, CAPTURED)
+        return probe
+
+    def heads_of(self, name: str) -> list[int]:
+        """Numbers of the heads kept of a tensor."""
+        if name in ("k", "v"):
+            return sorted({head // self.group_size for head in self.heads})
+        return list(self.heads)
 
     def observe(self, batch: ScheduledBatch, step: int) -> Observer:
         return Observer(self, batch, step)
+
+
+def _require_among(name: str, values: Iterable[object], known: Sequence[object]) -> None:
+    for value in values:
+        if value not in known:
+            raise ValueError(f"{name}: {value!r} is not one of {', '.join(map(str, known))}")
 
 
 class Observer:
@@ -61,25 +86,27 @@ class Observer:
     def __call__(
         self,
         layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        tensors: dict[str, Tensor],
         kv_cache: PagedKVCache,
         window: int | None,
     ) -> None:
-        """Take what is asked for from one layer's q, k, v of the whole batch."""
+        """Take what is asked for from one layer.
+
+        Args:
+            tensors: q, k, v and output of the whole batch, [num_tokens, heads, head_dim].
+        """
         if layer not in self._probe.layers:
             return
         row = 0
         for part in self._batch.scheduled:
             rows = slice(row, row := row + part.num_tokens)
             for name in self._probe.names:
+                heads = self._probe.heads_of(name)
                 if name == "attention":
-                    table = torch.tensor(part.sequence.block_table, device=q.device)
-                    keys, _ = kv_cache.gather(layer, table, q.dtype)
-                    kept = ReferenceAttention().weights(q[rows], keys[: part.end], window)
+                    weights = _weights(tensors["q"][rows], part, layer, kv_cache, window)
+                    kept = weights[heads]
                 else:
-                    kept = {"q": q, "k": k, "v": v}[name][rows].float()
+                    kept = tensors[name][rows][:, heads].float()
                 self.captures.append(
                     Capture(
                         step=self._step,
@@ -88,6 +115,16 @@ class Observer:
                         name=name,  # type: ignore[arg-type]
                         source="reference" if name == "attention" else "engine",
                         start=part.start,
+                        heads=heads,
                         array=kept.cpu().numpy().copy(),
                     )
                 )
+
+
+def _weights(
+    q: Tensor, part: ScheduledSequence, layer: int, kv_cache: PagedKVCache, window: int | None
+) -> Tensor:
+    """Attention weights of one sequence's part, [num_heads, num_tokens, context_len]."""
+    table = torch.tensor(part.sequence.block_table, device=q.device)
+    keys, _ = kv_cache.gather(layer, table, q.dtype)
+    return ReferenceAttention().weights(q, keys[: part.end], window)

@@ -122,17 +122,19 @@ class RequestRecord:
 class Capture:
     """An intermediate tensor kept by a probe.
 
-    `attention` has shape [num_heads, num_queries, num_keys]; `q`, `k`, `v` have shape
-    [num_tokens, heads, head_dim]; `hidden` has shape [num_tokens, hidden_size].
-    Rows stand for positions `start` and on. `source` says who computed it: `engine` for a tensor
-    the step itself used, `reference` for one recomputed beside it (fused attention keeps no
-    weights, so attention weights are always recomputed from the engine's own q and cached K).
+    `attention` has shape [heads, num_queries, num_keys]; `q`, `k`, `v` and `output` (what attention
+    returned, before its projection) have shape [num_tokens, heads, head_dim]. Rows stand for
+    positions `start` and on; `heads` are the numbers of the heads kept, KV heads for `k` and `v`.
+    `source` says who computed it: `engine` for a tensor the step itself used, `reference` for one
+    recomputed beside it (fused attention keeps no weights, so these are always recomputed from the
+    engine's own q and cached K).
     """
 
     step: int
     request_id: str
     layer: int
-    name: Literal["attention", "q", "k", "v", "hidden"]
+    name: Literal["attention", "q", "k", "v", "output"]
     source: Literal["engine", "reference"]
     start: int
+    heads: list[int]
     array: np.ndarray

@@ -1,4 +1,4 @@
-"""A recorded run: header, requests, steps, captures. Saves to compact JSON and loads without a model."""
+"""A recorded run: header, requests, steps, captures; compact JSON that loads without a model."""
 
 from __future__ import annotations
 

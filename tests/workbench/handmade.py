@@ -164,6 +164,7 @@ class Recorder:
                 "attention",
                 "reference",
                 mine.start,
+                list(range(num_heads)),
                 weights.astype(np.float32),
             )
         )

@@ -167,7 +167,9 @@ def test_long_attention_is_pooled_and_says_so() -> None:
 
     trace = two_requests()
     weights = np.tril(np.ones((1, 300, 300), np.float32)) / np.arange(1, 301)[None, :, None]
-    trace.captures = [Capture(0, "first", 0, "attention", "reference", 0, weights)]
+    trace.captures = [
+        Capture(0, "first", 0, "attention", "reference", 0, list(range(len(weights))), weights)
+    ]
     figure = figures.attention_heatmap(trace, "first", 0, 0)
     assert np.shape(figure.data[0].z) == (150, 150)
     assert "mean over 2 × 2 tokens" in figure.layout.title.text
