@@ -46,6 +46,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens"):
             require_int(name, getattr(self, name), least=1)
+        for name in ("exact", "record_trace"):
+            require_bool(name, getattr(self, name))
         for name in ("chunk_size", "max_model_len"):
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), least=1)
@@ -94,6 +96,7 @@ class SamplingParams:
         if not number or not math.isfinite(self.temperature) or self.temperature < 0:
             raise ValueError(f"temperature={self.temperature!r} must be a finite number >= 0")
         require_int("max_tokens", self.max_tokens, least=1)
+        require_bool("ignore_eos", self.ignore_eos)
         if self.seed is not None:
             require_int("seed", self.seed, least=0)
 
@@ -113,6 +116,12 @@ def require_int(name: str, value: Any, least: int) -> None:
     """Raise a ValueError unless `value` is an int (not a bool) of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r} must be an integer >= {least}")
+
+
+def require_bool(name: str, value: Any) -> None:
+    """Raise a ValueError unless `value` is a bool: the text "no" would count as true."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False")
 
 
 def require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
