@@ -162,7 +162,9 @@ class Engine:
             ValueError: the prompt is empty, too long, or can never fit into the KV pool.
         """
         self._require_open()
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={params!r} must be SamplingParams")
         text, prompt_ids = self._tokenize(prompt)
         self._check_fits(prompt_ids, params)
         sequence = Sequence(
