@@ -251,12 +251,15 @@ class Engine:
 
         The request is submitted now; other requests of this engine go on in the same steps.
         """
-        return self._follow(self.submit(prompt, params))
+        chunks = self._follow(self.submit(prompt, params))
+        next(chunks)  # enter its `try`, or closing it unread would not abort
+        return chunks
 
     def _follow(self, request_id: str) -> Iterator[Chunk]:
         request = self.requests[request_id]
         seen = 0
         try:
+            yield Chunk("", [])  # taken by `stream`
             while True:
                 while seen < len(request.chunks):
                     seen += 1
