@@ -294,19 +294,22 @@ class Engine:
         Raises:
             ValueError: there is no such layer, head or tensor.
         """
-        assert isinstance(self.runner, ModelRunner)
-        previous = self.runner.probe
-        self.runner.probe = Probe.of(self.model.config, layers, heads, names)
+        self._require_open()
+        runner = self.runner
+        assert isinstance(runner, ModelRunner)
+        previous = runner.probe
+        runner.probe = Probe.of(self.model.config, layers, heads, names)
         try:
             yield
         finally:
-            self.runner.probe = previous
+            runner.probe = previous
 
     def read_kv(self, request_id: str) -> Tensor:
         """A copy of the K and V of a request that holds blocks.
 
         Returns [2, num_layers, num_computed_tokens, num_kv_heads, head_dim].
         """
+        self._require_open()
         sequence = self.requests[request_id].sequence
         assert self.kv_cache is not None
         return self.kv_cache.read(sequence.block_table, sequence.num_computed_tokens)
@@ -314,7 +317,12 @@ class Engine:
     # --- end ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Abort what runs and give the KV memory back. The trace stays readable."""
+        """Abort what runs and give the KV memory back. The trace stays readable.
+
+        Closing a closed engine does nothing.
+        """
+        if self.kv_cache is None:
+            return
         for request_id in list(self.requests):
             self.abort(request_id)
         self.kv_cache = None
