@@ -39,34 +39,51 @@ def no_lap(stage: str) -> None:
     """Keep no time."""
 
 
+def empty_weight(*shape: int, **place: Any) -> nn.Parameter:
+    """A weight without content, to be loaded; `place` is dtype and device."""
+    return nn.Parameter(torch.empty(*shape, **place), requires_grad=False)
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019)."""
 
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int, eps: float, **place: Any):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
+        self.weight = empty_weight(size, **place)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class Linear(nn.Module):
+    """x W^T + b. torch's own would first fill its weights at random."""
+
+    def __init__(self, size_in: int, size_out: int, bias: bool = False, **place: Any):
+        super().__init__()
+        self.weight = empty_weight(size_out, size_in, **place)
+        self.bias = empty_weight(size_out, **place) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
 class DecoderLayer(nn.Module):
     """One layer, cut where attention happens: `project` before it, `combine` after it."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, **place: Any):
         super().__init__()
         self.config = config
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.input_norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.qkv = nn.Linear(hidden, sum(config.qkv_sizes), bias=config.qkv_bias)
+        hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(hidden, eps, **place)
+        self.qkv = Linear(hidden, sum(config.qkv_sizes), config.qkv_bias, **place)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.output = nn.Linear(config.q_size, hidden, bias=config.output_bias)
-        self.mlp_norm = RMSNorm(hidden, config.rms_norm_eps)
-        self.gate_up = nn.Linear(hidden, 2 * inner, bias=config.mlp_bias)
-        self.down = nn.Linear(inner, hidden, bias=config.mlp_bias)
+            self.q_norm = RMSNorm(config.head_dim, eps, **place)
+            self.k_norm = RMSNorm(config.head_dim, eps, **place)
+        self.output = Linear(config.q_size, hidden, config.output_bias, **place)
+        self.mlp_norm = RMSNorm(hidden, eps, **place)
+        self.gate_up = Linear(hidden, 2 * inner, config.mlp_bias, **place)
+        self.down = Linear(inner, hidden, config.mlp_bias, **place)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[num_tokens, hidden_size] to q, k, v, with the positions rotated into q and k."""
@@ -87,14 +104,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A Llama-family decoder without attention.
-
-    Attributes:
-        row_tile: None, or the number of rows that every token-wise function is given at once.
-            A matrix product may round differently for 1 row than for 100, so with a fixed number
-            of rows (the last tile is padded) a token's result no longer depends on the batch it
-            is computed in. Exact mode sets this.
-    """
+    """A Llama-family decoder without attention. Its weights are empty until `load_weights`."""
 
     def __init__(
         self,
@@ -104,16 +114,14 @@ class Decoder(nn.Module):
     ):
         super().__init__()
         self.config = config
-        with torch.device("meta"):
-            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-            self.stack = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
-            self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.head.weight = self.embedding.weight
-        self.to_empty(device=device).to(dtype).requires_grad_(False)
-        if config.tie_word_embeddings:
-            self.head.weight = self.embedding.weight
+        place = {"dtype": dtype, "device": device}
+        vocabulary = (config.vocab_size, config.hidden_size)
+        self.embedding = empty_weight(*vocabulary, **place)
+        self.stack = nn.ModuleList(DecoderLayer(config, **place) for _ in range(config.num_layers))
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **place)
+        self.head = (
+            self.embedding if config.tie_word_embeddings else empty_weight(*vocabulary, **place)
+        )
         self.cos, self.sin = rope_tables(config, config.max_model_len, device)
 
     @property
@@ -122,11 +130,11 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.weight.device
+        return self.embedding.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.weight.dtype
+        return self.embedding.dtype
 
     @property
     def weight_bytes(self) -> int:
@@ -151,7 +159,7 @@ class Decoder(nn.Module):
             row_tile: see `in_row_tiles`; None gives all rows at once.
             lap: told when a stage ends: embed, qkv, attention, mlp.
         """
-        x = self.embedding(token_ids)
+        x = self.embedding[token_ids]
         cos, sin = self.cos[positions], self.sin[positions]
         lap("embed")
         for index, layer in enumerate(self.layers):
@@ -166,7 +174,10 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def logits(self, hidden: Tensor, *, row_tile: int | None = None) -> Tensor:
         """Next-token logits of the given rows, float32, [num_rows, vocab_size]."""
-        return in_row_tiles(lambda x: self.head(self.final_norm(x)), row_tile, hidden).float()
+        return in_row_tiles(self._project_out, row_tile, hidden)
+
+    def _project_out(self, hidden: Tensor) -> Tensor:
+        return F.linear(self.final_norm(hidden), self.head).float()
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Fill the weights from tensors named as Hugging Face names them.
@@ -197,12 +208,12 @@ class Decoder(nn.Module):
     def _places(self) -> dict[str, Tensor]:
         """Hugging Face name of every weight, and the (view of a) tensor it belongs in."""
         c = self.config
-        places = {
-            "model.embed_tokens.weight": self.embedding.weight,
+        places: dict[str, Tensor] = {
+            "model.embed_tokens.weight": self.embedding,
             "model.norm.weight": self.final_norm.weight,
         }
         if not c.tie_word_embeddings:
-            places["lm_head.weight"] = self.head.weight
+            places["lm_head.weight"] = self.head
         for index, layer in enumerate(self.layers):
             modules: dict[str, nn.Module] = {
                 "input_layernorm": layer.input_norm,
@@ -227,6 +238,10 @@ class Decoder(nn.Module):
 
 def in_row_tiles(function: Callable[..., Any], row_tile: int | None, *inputs: Tensor) -> Any:
     """Apply a token-wise function, all rows at once or in padded tiles of `row_tile` rows.
+
+    A matrix product may round differently for 1 row than for 100. With a fixed number of rows (the
+    last tile is padded) a token's result does not depend on the batch it is computed in; exact mode
+    asks for that.
 
     Args:
         function: takes tensors whose first dimension is rows; returns a tensor or a tuple of them.
