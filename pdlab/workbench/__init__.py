@@ -1,9 +1,9 @@
 """The workbench: figures and widgets drawn from a recorded run, and what lessons need around them.
 
-from pdlab import workbench as wb
+A figure is a pure function of a trace, a widget is a class around one:
 
-wb.Stepper(engine.trace)                         # a widget
-wb.show(wb.figures.kv_occupancy(engine.trace))   # a figure
+    wb.show(wb.figures.kv_occupancy(engine.trace))
+    wb.Stepper(engine.trace)
 """
 
 from pdlab.workbench import figures

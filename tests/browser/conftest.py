@@ -99,6 +99,7 @@ def page(browser) -> Iterator:
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda r: _is_foreign(r.url) and errors.append(f"fetched {r.url}"))
     yield page
+    screenshot(page, "last-page")
     page.close()
     assert not errors
 

@@ -16,6 +16,14 @@ CELLS = [
     "stepper = wb.Stepper(trace)\nstepper",
     "attention = wb.AttentionView(trace)\nattention",
     "roofline = wb.RooflineView(trace, load_hardware()['core-i7-1165g7'])\nroofline",
+    "guesses = wb.Predictions()\n"
+    "guesses.predict('Which is slower?', ['prefill', 'decode'], key='s')",
+    "guesses.compare('s', 'decode', note='One token costs a whole read of the weights.')\n"
+    "wb.glossary('prefill', 'KV cache')\n@wb.check('adds up')\ndef _(): assert 1 + 1 == 3, 'add'",
+    "model = pdlab.load('smollm2-135m', progress=False)\n"
+    "engine = pdlab.Engine(model, pdlab.EngineConfig(num_blocks=8))\n"
+    "params = pdlab.SamplingParams(max_tokens=2, ignore_eos=True)\n"
+    "live = wb.Stepper.live_run(engine, 'One, two,', params)\nlive",
     "wb.show(wb.figures.step_timeline(trace))\nwb.show(wb.figures.kv_occupancy(trace))",
 ]
 RESPONSE_MS = """async (slider) => {
@@ -70,13 +78,15 @@ def test_widgets_and_figures_react(running, capsys: pytest.CaptureFixture) -> No
     attention_answers_the_keyboard(running)
     roofline_answers_the_mouse(running)
     figures_are_drawn(running)
+    lesson_helpers_answer(running)
+    live_stepper_runs_the_engine(running)
     for theme in ("dark", "light"):
         theme_is_followed(running, theme)
     narrow_page_fits(running)
 
 
 def stepper_answers_the_keyboard(page) -> None:
-    stepper = page.locator(".pd-stepper")
+    stepper = page.locator(".pd-stepper").first
     title, pool = stepper.locator(".pd-title"), stepper.locator(".pd-pool svg")
     before = (title.text_content(), pool.inner_html())
     stepper.locator("input[type=range]").focus()
@@ -91,7 +101,7 @@ def stepper_answers_the_keyboard(page) -> None:
 
 
 def report_response_time(page, capsys: pytest.CaptureFixture) -> None:
-    slider = page.locator(".pd-stepper input[type=range]")
+    slider = page.locator(".pd-stepper input[type=range]").first
     milliseconds = slider.evaluate(RESPONSE_MS)
     with capsys.disabled():
         print(f"\nStepper: slider to page in {milliseconds:.1f} ms (median of 8)")
@@ -128,6 +138,28 @@ def figures_are_drawn(page) -> None:
     screenshot(page.locator(".jp-OutputArea:has(.js-plotly-plot)").last, "figures-light")
 
 
+def lesson_helpers_answer(page) -> None:
+    page.get_by_role("button", name="decode", exact=True).click()
+    page.get_by_text("recorded: decode").wait_for()
+    assert page.get_by_text("no prediction recorded").count() == 1
+    assert page.get_by_text("not yet: add").count() == 1
+    assert page.get_by_text("预填充").count() == 1
+    screenshot(page.locator(".jp-Cell:has-text('not yet: add')").last, "lesson-light")
+
+
+def live_stepper_runs_the_engine(page) -> None:
+    live = page.locator(".pd-stepper").last
+    forward = live.get_by_role("button", name="Forward one step")
+    for frame, phase in ((1, "prefill"), (2, "decode")):
+        forward.click()
+        page.wait_for_selector(f".pd-stepper[aria-busy=false][data-frame='{frame}']:has(.pd-live)")
+        assert live.locator(".pd-pill").text_content() == phase
+    live.get_by_text("The request is finished.").wait_for()
+    assert forward.is_disabled()
+    assert live.locator(".pd-foot .pd-tag").text_content() == "measured"
+    screenshot(live, "stepper-live")
+
+
 def theme_is_followed(page, theme: str) -> None:
     name = f"JupyterLab {theme.capitalize()}"
     page.evaluate(
@@ -135,18 +167,18 @@ def theme_is_followed(page, theme: str) -> None:
         name,
     )
     page.wait_for_selector(f"body[data-jp-theme-name='{name}']", state="attached")
-    color = page.locator(".pd-stepper .pd-title").evaluate("(e) => getComputedStyle(e).color")
+    color = page.locator(".pd-stepper .pd-title").first.evaluate("(e) => getComputedStyle(e).color")
     assert color == ("rgb(232, 234, 237)" if theme == "dark" else "rgb(27, 31, 36)")
     if theme == "dark":
         page.wait_for_timeout(500)
         for widget in ("stepper", "attention", "roofline"):
-            screenshot(page.locator(f".pd-{widget}"), f"{widget}-dark")
+            screenshot(page.locator(f".pd-{widget}").first, f"{widget}-dark")
 
 
 def narrow_page_fits(page) -> None:
     page.set_viewport_size({"width": 620, "height": 1100})
     page.wait_for_timeout(300)
     for widget in ("stepper", "attention", "roofline"):
-        root = page.locator(f".pd-{widget}")
+        root = page.locator(f".pd-{widget}").first
         assert root.evaluate("(e) => e.scrollWidth <= e.clientWidth + 1"), widget
         screenshot(root, f"{widget}-narrow")

@@ -153,7 +153,8 @@ class Roofline {
     const roof = Math.min(a.peak, intensity * a.bandwidth);
     const [x, y] = [a.x(intensity), a.y(achieved)];
     const gap = `<line class="pd-gap" x1="${x}" x2="${x}" y1="${y}" y2="${a.y(roof)}"/>`;
-    const anchor = x > a.width - 150 ? "end" : x < 150 ? "start" : "middle";
+    const far = Math.min(150, a.width / 2);
+    const anchor = x < far ? "start" : x > a.width - far ? "end" : "middle";
     const label = `<text class="pd-strong pd-halo" x="${x}" y="${y + 25}" text-anchor="${anchor}">${this.points[selected].phase}, ${this.predicted ? "predicted" : "recorded"}</text>`;
     return rest + gap + this.mark(a, selected, true) + label;
   }
