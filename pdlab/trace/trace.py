@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import zlib
 from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -65,19 +66,20 @@ class Trace:
         """Read what `save` wrote.
 
         Raises:
-            ValueError: the file is not a trace, or its version is not the one this code reads.
+            ValueError: the file is not a trace, is damaged, or has a version this code cannot read.
         """
         data = Path(path).read_bytes()
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
         try:
-            raw = json.loads(data)
-        except ValueError as error:
+            raw = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path} is not a pdlab trace: {error}") from error
         version = raw.get("version") if isinstance(raw, dict) else None
         if version != TRACE_VERSION:
             raise ValueError(f"{path} has trace version {version}; this reads {TRACE_VERSION}")
-        return cls._from_json(raw)
+        try:
+            return cls._from_json(raw)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path} is a damaged pdlab trace: {error!r}") from error
 
     def _to_json(self) -> dict[str, Any]:
         raw = {name: getattr(self, name) for name in ("machine", "model", "engine", "tokens")}
