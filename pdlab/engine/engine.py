@@ -1,9 +1,6 @@
-"""The engine: one loop over `step()`.
+"""The engine: one loop over `step()`, and the requests that go in and come out of it.
 
 step():  batch = scheduler.schedule();  output = runner.run(batch);  scheduler.update(batch, output)
-
-Everything else here is the door: turning prompts into sequences, tokens into text, and refusing
-what cannot be served.
 """
 
 from __future__ import annotations
@@ -15,11 +12,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import cast
 
-import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from pdlab.attention import BACKENDS
+from pdlab.engine import admission
+from pdlab.engine.admission import Prompt, PromptList
 from pdlab.engine.config import EngineConfig, SamplingParams
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.engine.output import Chunk, Detokenizer, RequestOutput
@@ -31,13 +29,9 @@ from pdlab.engine.sampler import Sampler
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
 from pdlab.engine.sequence import Sequence
 from pdlab.engine.timing import StageClock
-from pdlab.kvcache import BlockPool, PagedKVCache, blocks_for
+from pdlab.kvcache import BlockPool, PagedKVCache
 from pdlab.models import Model
 from pdlab.trace import StepRecord, Trace
-
-Prompt = str | list[int] | list[dict[str, str]]
-"""Text, token ids, or chat messages (`[{"role": "user", "content": "..."}]`)."""
-PromptList = Iterable[str] | Iterable[list[int]] | Iterable[Prompt]
 
 
 class Engine:
@@ -57,12 +51,12 @@ class Engine:
         config = config or EngineConfig()
         self.model = model
         self.config = config
-        self.max_model_len = _max_model_len(model, config)
+        self.max_model_len = admission.max_model_len(model, config)
         kv_cache = PagedKVCache(
             model.config,
             config.num_blocks,
             config.block_size,
-            _kv_format(model, config),
+            admission.kv_format(model, config),
             model.decoder.device,
         )
         self.kv_cache: PagedKVCache | None = kv_cache
@@ -165,8 +159,8 @@ class Engine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r} must be SamplingParams")
-        text, prompt_ids = self._tokenize(prompt)
-        self._check_fits(prompt_ids, params)
+        text, prompt_ids = admission.tokenize(self.model, prompt)
+        admission.check_fits(self.model, self.config, self.max_model_len, prompt_ids, params)
         sequence = Sequence(
             request_id=f"r{next(self._names)}",
             prompt_ids=prompt_ids,
@@ -214,7 +208,7 @@ class Engine:
         A prompt that is refused does not stop the others: its output has `finish_reason` "error"
         and the ValueError under `error`. A prompt given alone, not in a list, raises it instead.
         """
-        alone = _is_one_prompt(prompts)
+        alone = admission.is_one_prompt(prompts)
         batch = cast(list[Prompt], [prompts] if alone else list(prompts))
         all_params = params if isinstance(params, list) else [params] * len(batch)
         if len(all_params) != len(batch):
@@ -227,7 +221,7 @@ class Engine:
                 except ValueError as error:
                     if alone:
                         raise
-                    ids.append(_refused(prompt, error))
+                    ids.append(admission.refused(prompt, error))
             self._run_until_finished([i for i in ids if isinstance(i, str)], progress)
         except BaseException:
             for request_id in ids:
@@ -343,84 +337,3 @@ class Engine:
     def _require_open(self) -> None:
         if self.kv_cache is None:
             raise RuntimeError("the engine is closed")
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str, list[int]]:
-        """The prompt as text (for people) and as token ids (for the model)."""
-        tokenizer = self.model.tokenizer
-        if isinstance(prompt, list) and all(_is_int(t) for t in prompt):
-            ids = cast(list[int], list(prompt))
-            return (tokenizer.decode(ids) if tokenizer else ""), ids
-        if tokenizer is None:
-            raise ValueError(f"model {self.model.name!r} has no tokenizer: give token ids")
-        if isinstance(prompt, str):
-            return prompt, tokenizer.encode(prompt)
-        if isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt):
-            text = tokenizer.render_chat(cast(list[dict[str, str]], prompt))
-            return text, tokenizer.encode(text)
-        raise ValueError(
-            f"prompt must be text, token ids or chat messages, not {type(prompt).__name__}"
-        )
-
-    def _check_fits(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        if not prompt_ids:
-            raise ValueError("prompt is empty: it needs at least 1 token")
-        vocab_size = self.model.config.vocab_size
-        for token_id in prompt_ids:
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(f"prompt has token id {token_id}, vocab_size is {vocab_size}")
-        num_prompt = len(prompt_ids)
-        if num_prompt > self.max_model_len:
-            raise ValueError(
-                f"prompt has {num_prompt} tokens, max_model_len is {self.max_model_len}"
-            )
-        most = min(params.max_tokens, max(1, self.max_model_len - num_prompt))
-        slots = num_prompt + most - 1  # the last token is never fed back
-        needed = blocks_for(slots, self.config.block_size)
-        if needed > self.config.num_blocks:
-            raise ValueError(
-                f"a prompt of {num_prompt} tokens with max_tokens={params.max_tokens} needs "
-                f"{needed} KV blocks of {self.config.block_size} tokens, "
-                f"num_blocks is {self.config.num_blocks}"
-            )
-
-
-def _max_model_len(model: Model, config: EngineConfig) -> int:
-    limit = model.config.max_model_len
-    if config.max_model_len is None:
-        return limit
-    if config.max_model_len > limit:
-        raise ValueError(
-            f"max_model_len={config.max_model_len} is more than {model.name} was made for: {limit}"
-        )
-    return config.max_model_len
-
-
-def _kv_format(model: Model, config: EngineConfig) -> str:
-    own = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-    if config.exact and model.decoder.dtype is not torch.float32:
-        raise ValueError(f"exact=True needs a model in fp32, not {model.decoder.dtype}")
-    return own[model.decoder.dtype] if config.kv_format == "auto" else config.kv_format
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_one_prompt(prompts: object) -> bool:
-    """Text, a list of token ids, or a list of chat messages; not a list of these."""
-    if isinstance(prompts, str):
-        return True
-    return bool(prompts) and isinstance(prompts, list) and isinstance(prompts[0], int | dict)
-
-
-def _refused(prompt: Prompt, error: ValueError) -> RequestOutput:
-    return RequestOutput(
-        request_id="",
-        prompt=prompt if isinstance(prompt, str) else "",
-        prompt_ids=[],
-        token_ids=[],
-        text="",
-        finish_reason="error",
-        metrics=RequestMetrics(arrival_s=0.0),
-        error=error,
-    )

@@ -1,0 +1,122 @@
+"""What an engine lets in: configurations that fit the model, prompts that fit the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+
+from pdlab.engine.config import EngineConfig, SamplingParams
+from pdlab.engine.metrics import RequestMetrics
+from pdlab.engine.output import RequestOutput
+from pdlab.kvcache import blocks_for
+from pdlab.models import Model
+
+Prompt = str | list[int] | list[dict[str, str]]
+"""Text, token ids, or chat messages (`[{"role": "user", "content": "..."}]`)."""
+PromptList = Iterable[str] | Iterable[list[int]] | Iterable[Prompt]
+
+OWN_KV_FORMAT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def max_model_len(model: Model, config: EngineConfig) -> int:
+    """Longest sequence the engine serves, in tokens; ValueError if the model was made for less."""
+    limit = model.config.max_model_len
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is more than {model.name} was made for: {limit}"
+        )
+    return config.max_model_len
+
+
+def kv_format(model: Model, config: EngineConfig) -> str:
+    """Format of the KV cache; ValueError if exact mode is asked of a model that is not fp32."""
+    dtype = model.decoder.dtype
+    if config.exact and dtype is not torch.float32:
+        raise ValueError(f"exact=True needs a model in fp32, not {dtype}")
+    return OWN_KV_FORMAT[dtype] if config.kv_format == "auto" else config.kv_format
+
+
+def tokenize(model: Model, prompt: Prompt) -> tuple[str, list[int]]:
+    """The prompt as text (for people) and as token ids (for the model).
+
+    Raises:
+        ValueError: it is neither text, token ids nor chat, or the model has no tokenizer for it.
+    """
+    tokenizer = model.tokenizer
+    if isinstance(prompt, list) and all(_is_int(t) for t in prompt):
+        ids = cast(list[int], list(prompt))
+        return (tokenizer.decode(ids) if tokenizer else ""), ids
+    if tokenizer is None:
+        raise ValueError(f"model {model.name!r} has no tokenizer: give token ids")
+    if isinstance(prompt, str):
+        return prompt, tokenizer.encode(prompt)
+    if isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt):
+        text = tokenizer.render_chat(cast(list[dict[str, str]], prompt))
+        return text, tokenizer.encode(text)
+    raise ValueError(
+        f"prompt must be text, token ids or chat messages, not {type(prompt).__name__}"
+    )
+
+
+def check_fits(
+    model: Model,
+    config: EngineConfig,
+    longest: int,
+    prompt_ids: list[int],
+    params: SamplingParams,
+) -> None:
+    """Refuse what can never be served, whatever else runs.
+
+    Args:
+        longest: the engine's `max_model_len`.
+
+    Raises:
+        ValueError: the prompt is empty or too long, has unknown token ids, or would need more KV
+            blocks than there are.
+    """
+    if not prompt_ids:
+        raise ValueError("prompt is empty: it needs at least 1 token")
+    vocab_size = model.config.vocab_size
+    for token_id in prompt_ids:
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"prompt has token id {token_id}, vocab_size is {vocab_size}")
+    num_prompt = len(prompt_ids)
+    if num_prompt > longest:
+        raise ValueError(f"prompt has {num_prompt} tokens, max_model_len is {longest}")
+    most = min(params.max_tokens, max(1, longest - num_prompt))
+    slots = num_prompt + most - 1  # the last token is never fed back
+    needed = blocks_for(slots, config.block_size)
+    if needed > config.num_blocks:
+        raise ValueError(
+            f"a prompt of {num_prompt} tokens with max_tokens={params.max_tokens} needs {needed} "
+            f"KV blocks of {config.block_size} tokens, num_blocks is {config.num_blocks}"
+        )
+
+
+def is_one_prompt(prompts: object) -> bool:
+    """Text, a list of token ids, or a list of chat messages; not a list of these."""
+    if isinstance(prompts, str):
+        return True
+    return bool(prompts) and isinstance(prompts, list) and isinstance(prompts[0], int | dict)
+
+
+def refused(prompt: Prompt, error: ValueError) -> RequestOutput:
+    """The output of a request that was not let in."""
+    return RequestOutput(
+        request_id="",
+        prompt=prompt if isinstance(prompt, str) else "",
+        prompt_ids=[],
+        token_ids=[],
+        text="",
+        finish_reason="error",
+        metrics=RequestMetrics(arrival_s=0.0),
+        error=error,
+    )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
