@@ -39,6 +39,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("layer_windows", "eos_token_ids"):  # JSON has lists only
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
@@ -88,4 +90,6 @@ class ModelConfig:
         return 2 * self.num_layers * self.kv_size * bytes_per_element
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The fields as plain JSON; `ModelConfig(**fields)` is equal to this."""
+        values = asdict(self).items()
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in values}
