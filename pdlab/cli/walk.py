@@ -74,7 +74,7 @@ def run_prompt(walk: Walk) -> None:
         _print_header(console, engine, walk, len(prompt_ids))
         steps, output = _generate(console, engine, tokenized, prompt_ids, params)
         if steps.decode:
-            console.print(_stage_table(decode_stages(steps.decode)), end="\n\n")
+            _print_stages(console, decode_stages(steps.decode))
         _print_summary(console, model, steps, output)
         if walk.save:
             engine.trace.save(walk.save)
@@ -134,7 +134,7 @@ def _generate(
             part = record.sequences[0]
             if part.phase == "prefill" and part.sampled is not None:
                 stages = prefill_stages(steps.prefill, model.config, element_bytes)
-                console.print(_stage_table([tokenized, *stages]), end="\n\n")
+                _print_stages(console, [tokenized, *stages])
             _print_text(console, part.text)
             shown += len(part.text)
     except KeyboardInterrupt:
@@ -166,7 +166,7 @@ def _print_header(console: Console, engine: Engine, walk: Walk, num_prompt_token
     console.print()
 
 
-def _stage_table(stages: Sequence[Stage]) -> Table:
+def _print_stages(console: Console, stages: Sequence[Stage]) -> None:
     """Times are measured, FLOPs and bytes counted; the last two columns are their quotients."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("stage", no_wrap=True, min_width=len("first token"))
@@ -180,7 +180,8 @@ def _stage_table(stages: Sequence[Stage]) -> Table:
             cells += [si(flops, ""), si(num_bytes, "B"), si(stage.kv_bytes, "B")]
             cells += [f"{rate / stage.time_s / 1e9:.1f}" for rate in (flops, num_bytes)]
         table.add_row(*cells)
-    return table
+    console.print(table)
+    console.print()
 
 
 def _print_summary(console: Console, model: Model, steps: Steps, output: RequestOutput) -> None:
