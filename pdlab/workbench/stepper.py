@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from pdlab.engine import Engine
 
 
+MAX_FRAMES = 1000
+"""Frames that one Stepper sends to the browser, about 1 KB each; its footer says when it cuts."""
+
+
 class Stepper(TraceWidget):
     """Tokenize, prefill, decode, decode ...: every picture is a recorded step.
 
@@ -101,10 +105,11 @@ class Stepper(TraceWidget):
         with self.hold_sync():
             self.prompt = self._trace.requests[self.request_id].prompt
             self.tokens = [list(pair) for pair in token_strings(self._trace, self.request_id)]
-            self.header = self._header()
-            self.frames = stepper_frames(self._trace, self.request_id)
+            frames = stepper_frames(self._trace, self.request_id)
+            self.frames = frames[:MAX_FRAMES]
+            self.header = self._header() | {"cut": max(0, len(frames) - MAX_FRAMES)}
             self.step = min(self.step, len(self.frames) - 1)
-            self.done = self.frames[-1].get("finish_reason") is not None
+            self.done = frames[-1]["finish_reason"] is not None or len(frames) >= MAX_FRAMES
 
     def _header(self) -> dict[str, Any]:
         engine = self._trace.engine

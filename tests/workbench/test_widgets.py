@@ -8,7 +8,7 @@ import traitlets
 
 from pdlab import Engine, EngineConfig, Model, SamplingParams, Trace
 from pdlab.costmodel import Hardware, load_hardware, mbu, mfu, predict
-from pdlab.workbench import AttentionView, RooflineView, Stepper
+from pdlab.workbench import AttentionView, RooflineView, Stepper, stepper
 from pdlab.workbench.frames import stepper_frames
 from pdlab.workbench.picture import find_browser, widget_page
 from pdlab.workbench.roofline_data import step_cost_of
@@ -67,6 +67,12 @@ def test_live_stepper_shows_what_went_wrong() -> None:
     widget.advance()
     assert widget.message == "RuntimeError: engine is closed"
     assert widget.busy is False
+
+
+def test_long_walks_are_cut_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stepper, "MAX_FRAMES", 4)
+    widget = Stepper(two_requests(), "first")
+    assert (len(widget.frames), widget.header["cut"], widget.done) == (4, 6, True)
 
 
 def test_stepper_needs_a_trace_or_an_engine() -> None:

@@ -71,11 +71,11 @@ class AttentionMap {
   get = (name) => this.model.get(name);
 
   reload() {
-    const [layers, tokens] = [this.get("layers"), this.get("tokens")];
+    const [layers, heads, tokens] = ["layers", "heads", "tokens"].map(this.get);
     const one = (v) => v;
     const sliders = [
       this.slider("layer", "layer", layers.length - 1, (i) => layers[i], (v) => layers.indexOf(v)),
-      this.slider("head", "head", this.get("num_heads") - 1, one, one),
+      this.slider("head", "head", heads.length - 1, (i) => heads[i], (v) => heads.indexOf(v)),
       this.slider("query", "query", tokens.length - 1, one, one),
     ];
     this.syncs = sliders.map(([, sync]) => sync);
@@ -88,7 +88,7 @@ class AttentionMap {
   }
 
   buildHeads() {
-    clear(this.heads, ...Array.from({ length: this.get("num_heads") }, (_, head) =>
+    clear(this.heads, ...this.get("heads").map((head) =>
       h("button", { type: "button", "aria-label": `head ${head}`, onclick: () => this.set("head", head) }, [h("canvas"), `head ${head}`])));
   }
 
@@ -96,7 +96,8 @@ class AttentionMap {
 
   /** One map as numbers, decoded from float16 the first time it is asked for. */
   map(layer, head) {
-    const index = this.get("layers").indexOf(layer) * this.get("num_heads") + head;
+    const heads = this.get("heads");
+    const index = this.get("layers").indexOf(layer) * heads.length + heads.indexOf(head);
     if (!this.maps.has(index)) {
       const cells = this.get("side") ** 2;
       const view = this.get("weights");
@@ -243,7 +244,8 @@ class AttentionMap {
 
   drawHeads(layer, chosen) {
     const side = this.get("side");
-    [...this.heads.children].forEach((button, head) => {
+    this.get("heads").forEach((head, i) => {
+      const button = this.heads.children[i];
       button.setAttribute("aria-pressed", String(head === chosen));
       const key = `${layer}/${this.ink.text}`;
       if (button.dataset.drawn === key) return;

@@ -398,8 +398,9 @@ class StepperView {
   }
 
   drawFoot() {
-    const { machine, provenance } = this.model.get("header");
-    clear(this.foot, provenanceTag(provenance), h("span", {}, [`times ${provenance} on ${machine}; FLOPs and bytes counted from the shapes that ran`]));
+    const { machine, provenance, cut } = this.model.get("header");
+    clear(this.foot, provenanceTag(provenance), h("span", {}, [`times ${provenance} on ${machine}; FLOPs and bytes counted from the shapes that ran`]),
+      cut ? h("span", {}, [`the last ${cut} steps are not shown`]) : null);
   }
 }
 
