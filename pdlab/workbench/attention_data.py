@@ -42,8 +42,14 @@ def captured_layers(trace: Trace, request_id: str) -> list[int]:
     return layers
 
 
+def captured_heads(trace: Trace, request_id: str) -> list[int]:
+    """Numbers of the heads that every capture of the request holds."""
+    kept = [set(c.heads) for c in attention_captures(trace, request_id)]
+    return sorted(set.intersection(*kept)) if kept else []
+
+
 def attention_matrix(trace: Trace, request_id: str, layer: int) -> Array:
-    """Weights [num_heads, num_tokens, num_tokens]: row = query position, column = key position.
+    """Weights [heads, num_tokens, num_tokens]: row = query position, column = key position.
 
     Prefill chunks and decode rows stand in one matrix. A cell is NaN where the key lies in the
     query's future, and in rows that were not captured.
@@ -55,10 +61,12 @@ def attention_matrix(trace: Trace, request_id: str, layer: int) -> Array:
     if not captures:
         raise ValueError(f"layer={layer} has no captured attention for request {request_id!r}")
     side = max(c.array.shape[2] for c in captures)
-    matrix = np.full((captures[0].array.shape[0], side, side), np.nan, dtype=np.float32)
+    heads = captured_heads(trace, request_id)
+    matrix = np.full((len(heads), side, side), np.nan, dtype=np.float32)
     for capture in captures:
         _, num_queries, num_keys = capture.array.shape
-        matrix[:, capture.start : capture.start + num_queries, :num_keys] = capture.array
+        rows = slice(capture.start, capture.start + num_queries)
+        matrix[:, rows, :num_keys] = capture.array[[capture.heads.index(h) for h in heads]]
     matrix[:, np.triu(np.ones((side, side), dtype=bool), 1)] = np.nan
     return matrix
 

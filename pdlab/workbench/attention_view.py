@@ -10,6 +10,7 @@ import traitlets
 from pdlab.trace.trace import Trace
 from pdlab.workbench.attention_data import (
     attention_matrix,
+    captured_heads,
     captured_layers,
     pool,
     query_rows,
@@ -30,7 +31,8 @@ class AttentionView(TraceWidget):
 
     layers = traitlets.List(traitlets.Int()).tag(sync=True)
     """Layers that were captured."""
-    num_heads = traitlets.Int().tag(sync=True)
+    heads = traitlets.List(traitlets.Int()).tag(sync=True)
+    """Heads that were captured."""
     side = traitlets.Int().tag(sync=True)
     """Cells of a map along one side."""
     factor = traitlets.Int(1).tag(sync=True)
@@ -42,7 +44,8 @@ class AttentionView(TraceWidget):
     footer = traitlets.Dict().tag(sync=True)
     layer = traitlets.Int().tag(sync=True)
     """Number of the layer shown."""
-    head = traitlets.Int(0).tag(sync=True)
+    head = traitlets.Int().tag(sync=True)
+    """Number of the head shown."""
     query = traitlets.Int().tag(sync=True)
     """Position of the query token whose row is spelled out."""
 
@@ -52,17 +55,18 @@ class AttentionView(TraceWidget):
         request_id: str | None = None,
         *,
         layer: int | None = None,
-        head: int = 0,
+        head: int | None = None,
         query: int | None = None,
     ) -> None:
         request_id = request_id or next(iter(trace.requests), "")
         layers = captured_layers(trace, request_id)
+        heads = captured_heads(trace, request_id)
         matrices = [attention_matrix(trace, request_id, n) for n in layers]
         num_tokens = matrices[0].shape[-1]
         pooled = pool(np.stack(matrices), side_limit(len(layers), len(matrices[0])))
         super().__init__(
             layers=layers,
-            num_heads=len(matrices[0]),
+            heads=heads,
             side=pooled.array.shape[-1],
             factor=pooled.factor,
             weights=pooled.array.astype("<f2").tobytes(),
@@ -70,15 +74,15 @@ class AttentionView(TraceWidget):
             rows=[list(row) if row else None for row in query_rows(trace, request_id)],
             footer={"machine": machine_line(trace), "source": _source_line(trace)},
             layer=layers[0] if layer is None else layer,
-            head=head,
+            head=heads[0] if head is None else head,
             query=num_tokens - 1 if query is None else query,
         )
 
     def map(self) -> np.ndarray[Any, Any]:
         """The map shown now, [side, side], as the browser draws it."""
-        shape = (len(self.layers), self.num_heads, self.side, self.side)
+        shape = (len(self.layers), len(self.heads), self.side, self.side)
         maps = np.frombuffer(self.weights, dtype="<f2").reshape(shape)
-        return maps[self.layers.index(self.layer), self.head]
+        return maps[self.layers.index(self.layer), self.heads.index(self.head)]
 
     def summary(self) -> str:
         return (
@@ -96,8 +100,8 @@ class AttentionView(TraceWidget):
 
     @traitlets.validate("head")
     def _check_head(self, proposal: Any) -> int:
-        if not 0 <= proposal["value"] < self.num_heads:
-            raise ValueError(f"head={proposal['value']} is not one of 0 to {self.num_heads - 1}")
+        if proposal["value"] not in self.heads:
+            raise ValueError(f"head={proposal['value']} was not captured; these were: {self.heads}")
         return int(proposal["value"])
 
     @traitlets.validate("query")

@@ -93,13 +93,26 @@ def test_attention_view_shows_the_captured_array(recorded: Trace) -> None:
     widget = AttentionView(recorded, name)
     for capture in (c for c in recorded.captures if c.request_id == name):
         widget.layer = capture.layer
-        for head in range(widget.num_heads):
+        for head in widget.heads:
             widget.head = head
             for i, weights in enumerate(capture.array[head]):
                 row = widget.map()[capture.start + i]
                 seen = capture.start + i + 1
                 assert row[:seen].tolist() == weights[:seen].astype("<f2").tolist()
                 assert np.isnan(row[seen:]).all()
+
+
+def test_attention_view_of_some_heads_names_them(smollm2: Model) -> None:
+    with Engine(smollm2) as engine, engine.probe(layers=[3], heads=[2, 7]):
+        engine.generate("One, two,", SamplingParams(max_tokens=2, ignore_eos=True))
+    widget = AttentionView(engine.trace, head=7)
+    assert widget.heads == [2, 7]
+    prefill = engine.trace.captures[0]
+    assert prefill.array.shape[0] == 2
+    row = widget.map()[prefill.array.shape[1] - 1]
+    assert row[: prefill.array.shape[2]].tolist() == prefill.array[1, -1].astype("<f2").tolist()
+    with pytest.raises(ValueError, match=r"head=3 was not captured; these were: \[2, 7\]"):
+        widget.head = 3
 
 
 def test_attention_view_knows_which_rows_are_decode(recorded: Trace) -> None:

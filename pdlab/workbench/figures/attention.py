@@ -5,7 +5,13 @@ from __future__ import annotations
 import plotly.graph_objects as go
 
 from pdlab.trace.trace import Trace
-from pdlab.workbench.attention_data import MAX_SIDE, attention_matrix, pool, query_rows
+from pdlab.workbench.attention_data import (
+    MAX_SIDE,
+    attention_matrix,
+    captured_heads,
+    pool,
+    query_rows,
+)
 from pdlab.workbench.figures.style import recorded_on, styled
 from pdlab.workbench.frames import token_strings
 from pdlab.workbench.palette import HEAT
@@ -23,9 +29,10 @@ def attention_heatmap(trace: Trace, request_id: str, layer: int, head: int) -> g
         ValueError: the layer was not captured, or it has no such head.
     """
     matrix = attention_matrix(trace, request_id, layer)
-    if not 0 <= head < len(matrix):
-        raise ValueError(f"head={head} is not one of 0 to {len(matrix) - 1}")
-    cells, factor = pool(matrix[head], MAX_SIDE)
+    heads = captured_heads(trace, request_id)
+    if head not in heads:
+        raise ValueError(f"head={head} was not captured; these were: {heads}")
+    cells, factor = pool(matrix[heads.index(head)], MAX_SIDE)
     positions = [i * factor for i in range(len(cells))]
     figure = go.Figure(
         go.Heatmap(
