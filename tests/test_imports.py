@@ -1,0 +1,33 @@
+"""`import pdlab` is quick: what only some users need is imported where it is used."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+
+HEAVY = ("transformers", "plotly", "ipywidgets", "ray", "IPython")
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after running `code`."""
+    script = f"{code}\nimport sys; print(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pdlab",
+        "import pdlab\nwith pdlab.Engine(pdlab.load('random:tiny-llama')) as e: e.generate([1, 2])",
+    ],
+    ids=["import", "generate"],
+)
+def test_heavy_packages_stay_out(code):
+    loaded = loaded_by(code)
+    assert {"pdlab", "torch"} <= loaded
+    assert not loaded & set(HEAVY)
