@@ -28,9 +28,9 @@ def lab(
     browser: Annotated[bool, typer.Option(help="Open a browser.")] = True,
 ) -> None:
     """Fetch and check the model, then open JupyterLab on the first lesson."""
-    from pdlab.cli.lab_server import open_lab
-
     with one_line_errors():
+        from pdlab.cli.lab_server import open_lab
+
         open_lab(port, browser=browser)
 
 
@@ -58,9 +58,9 @@ def run(
     ] = None,
 ) -> None:
     """Walk one prompt through prefill and decode, with the cost of each stage."""
-    from pdlab.cli.walk import Walk, run_prompt
-
     with one_line_errors():
+        from pdlab.cli.walk import Walk, run_prompt
+
         run_prompt(
             Walk(
                 prompt=prompt,
@@ -100,7 +100,7 @@ def calibrate(
     dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "fp32",
 ) -> None:
     """Measure this machine's ceilings: FLOP/s and bytes a second."""
-    from pdlab.cli.ceilings import show_ceilings
-
     with one_line_errors():
+        from pdlab.cli.ceilings import show_ceilings
+
         show_ceilings(device, dtype, refresh=refresh)
