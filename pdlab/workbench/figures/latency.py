@@ -62,7 +62,7 @@ def ttft_by_prompt(trace: Trace) -> go.Figure:
         hovertemplate="request %{customdata}: %{x} tokens, %{y:.1f} ms<extra></extra>",
     )
     figure.update_xaxes(title_text="prompt length, tokens", rangemode="tozero")
-    figure.update_yaxes(title_text="time to first token, ms", rangemode="tozero")
+    figure.update_yaxes(title_text="time to first token, ms", rangemode="tozero", tickformat=",")
     return styled(figure, title, recorded_on(trace))
 
 
@@ -95,14 +95,24 @@ def _add_fit(figure: go.Figure, lengths: list[int], seconds: list[float]) -> str
 
 def tpot_by_context(trace: Trace) -> go.Figure:
     """Wall time in ms of each decode-only step against the tokens of context it reads."""
-    figure, steps = _decode_scatter(trace, lambda r: sum(s.end for s in r.sequences))
+    figure, steps = _decode_scatter(trace, _context)
     figure.update_xaxes(title_text="context read by the step, tokens (all requests)")
-    contexts = [sum(s.end for s in r.sequences) for r in steps]
+    steps.sort(key=_context)
+    third = max(1, len(steps) // 3)
+    (short, short_s), (long, long_s) = (
+        (median(map(_context, part)), median(r.wall_s for r in part))
+        for part in (steps[:third], steps[-third:])
+    )
     title = (
-        f"From {min(contexts)} to {max(contexts)} tokens of context, a decode step takes "
-        f"{milliseconds(median(r.wall_s for r in steps))} (median)"
+        f"Decode steps take {milliseconds(short_s)} at {short:.0f} tokens of context, "
+        f"{milliseconds(long_s)} at {long:.0f} (medians)"
     )
     return styled(figure, title, recorded_on(trace))
+
+
+def _context(record: StepRecord) -> int:
+    """Tokens of context that a step reads, over all of its requests."""
+    return sum(s.end for s in record.sequences)
 
 
 def tpot_by_batch(trace: Trace) -> go.Figure:
@@ -136,5 +146,7 @@ def _decode_scatter(
             hovertemplate="step %{customdata}: %{y:.1f} ms at %{x}<extra></extra>",
         )
     )
-    figure.update_yaxes(title_text="wall time of the step = ITL, ms", rangemode="tozero")
+    figure.update_yaxes(
+        title_text="wall time of the step = ITL, ms", rangemode="tozero", tickformat=","
+    )
     return figure, steps

@@ -28,7 +28,7 @@ def step_timeline(trace: Trace) -> go.Figure:
                 marker_color=phase_color(phase),
             )
     figure.update_xaxes(title_text="engine step")
-    figure.update_yaxes(title_text="wall time of the step, ms")
+    figure.update_yaxes(title_text="wall time of the step, ms", tickformat=",")
     return styled(figure, _cost_of_a_token(trace), recorded_on(trace))
 
 
