@@ -1,19 +1,26 @@
 """pdlab: a workbench for learning how LLM inference works, on a real engine.
 
-model = pdlab.load("smollm2-135m")
-with pdlab.Engine(model) as engine:
-    print(engine.generate("The capital of France is")[0].text)
+    model = pdlab.load("smollm2-135m")
+    with pdlab.Engine(model) as engine:
+        print(engine.generate("The capital of France is")[0].text)
+
+The names below are imported when first used, so that a command that needs no tensors (`pdlab
+--help`, `pdlab models`) does not wait for torch.
 """
 
-from pdlab.engine import (
-    Engine,
-    EngineConfig,
-    NaiveGenerator,
-    RequestOutput,
-    SamplingParams,
-)
-from pdlab.models import Model, ModelConfig, load
-from pdlab.trace import StepRecord, Trace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pdlab.engine import (
+        Engine,
+        EngineConfig,
+        NaiveGenerator,
+        RequestOutput,
+        SamplingParams,
+    )
+    from pdlab.models import Model, ModelConfig, load
+    from pdlab.trace import StepRecord, Trace
 
 __version__ = "0.1.0"
 
@@ -29,3 +36,17 @@ __all__ = [
     "Trace",
     "load",
 ]
+
+_ROOMS = ("pdlab.engine", "pdlab.models", "pdlab.trace")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for room in map(import_module, reversed(_ROOMS)):
+            if name in room.__all__:
+                return getattr(room, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

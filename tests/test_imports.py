@@ -22,7 +22,7 @@ def loaded_by(code: str) -> set[str]:
 @pytest.mark.parametrize(
     "code",
     [
-        "import pdlab",
+        "import pdlab; pdlab.Engine, pdlab.load, pdlab.Trace",
         "import pdlab\nwith pdlab.Engine(pdlab.load('random:tiny-llama')) as e: e.generate([1, 2])",
     ],
     ids=["import", "generate"],
@@ -31,3 +31,9 @@ def test_heavy_packages_stay_out(code):
     loaded = loaded_by(code)
     assert {"pdlab", "torch"} <= loaded
     assert not loaded & set(HEAVY)
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    loaded = loaded_by("from pdlab.cli import app")
+    assert "pdlab" in loaded
+    assert "torch" not in loaded
