@@ -1,4 +1,4 @@
-"""What all tests share: quiet threads, repeatable hypothesis runs, and the real model loaded once."""
+"""What all tests share: few threads, repeatable hypothesis runs, the real model loaded once."""
 
 import os
 

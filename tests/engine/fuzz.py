@@ -119,7 +119,7 @@ class Driver:
         expected, reason = expected_output(prompt_ids, params, self.max_model_len)
         self.live[request_id] = Told(self.arrivals, prompt_ids, expected, reason)
         self.arrivals += 1
-        self.steps_allowed += 5 + 4 * (length + len(expected))
+        self.steps_allowed += 5 + 2 * (length + len(expected))
 
     def abort(self) -> None:
         request_id = self.rng.choice([*self.live, *self.gone, "r-unknown"])

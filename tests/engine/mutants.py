@@ -222,10 +222,7 @@ MUTANTS = [
         "allocate hands out a block twice",
         POOL,
         ("[self._free.popleft() for _ in range(count)]", "[self._free[0] for _ in range(count)]"),
-        (
-            '            assert self._ref_counts[block] == 0, f"block {block} was free and in use"\n',
-            "",
-        ),
+        ("assert self._ref_counts[block] == 0,", "assert True,"),
     ),
     mutant(
         "a freed block is still counted as held",
