@@ -102,8 +102,8 @@ print("bit for bit the same:", torch.equal(whole, looped))
 # %%
 engine = pdlab.Engine(model)
 with engine.probe(layers=[0, 8, 16, 29]):
-    answer = engine.generate(prompt, pdlab.SamplingParams(max_tokens=6))[0]
-print(prompt + answer.text)
+    output = engine.generate(prompt, pdlab.SamplingParams(max_tokens=6))[0]
+print(prompt + output.text)
 wb.AttentionView(engine.trace)
 
 # %% [markdown]
@@ -177,7 +177,7 @@ wb.RooflineView(sweep, machine)
 
 # %%
 for step in sweep.steps[:6]:
-    work = wb.step_cost_of(step)
+    work = wb.cost_of(step)
     share = mfu(work, step.wall_s, machine, "fp32")
     print(
         f"{step.num_tokens:5} tokens {step.wall_s * 1e3:8.0f} ms {work.total_flops / 1e9:7.1f} GFLOP"

@@ -110,7 +110,7 @@ from pdlab.costmodel import calibrate, mbu, mfu, predict
 machine = calibrate()
 sample = wb.decode_sweep(model, batch_sizes=[1], context_lens=[128], num_steps=12)
 step_s = wb.decode_step_s(sample, batch_size=1)
-cost = wb.step_cost_of(wb.decode_steps(sample, 1)[-1])
+cost = wb.cost_of(wb.decode_steps(sample, 1)[-1])
 floor = predict(cost, machine, "fp32")
 print(f"bytes to fetch      {cost.total_bytes / 1e6:8.0f} MB")
 print(f"fetching, at least  {floor.memory_s * 1e3:8.1f} ms   predicted")

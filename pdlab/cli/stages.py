@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdlab.costmodel import Chunk, StepCost, step_cost
+from pdlab.engine.recorder import cost_of
 from pdlab.models import ModelConfig
 from pdlab.trace import StepRecord
 
@@ -75,11 +76,6 @@ def decode_stages(records: Sequence[StepRecord]) -> list[Stage]:
         Stage("decode", len(records), time_s, total, records[-1].kv_used_bytes),
         _whole_step("median step", median),
     ]
-
-
-def cost_of(record: StepRecord) -> StepCost:
-    """What the record says the step cost."""
-    return StepCost(record.flops, record.bytes_moved)
 
 
 def _whole_step(name: str, record: StepRecord) -> Stage:

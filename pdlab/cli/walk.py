@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from pdlab.cli.errors import INTERRUPTED
-from pdlab.cli.stages import ElementBytes, Stage, cost_of, decode_stages, prefill_stages
+from pdlab.cli.stages import ElementBytes, Stage, decode_stages, prefill_stages
 from pdlab.cli.text import counted, seconds, si
 from pdlab.costmodel import Hardware, StepCost, calibrate, mbu, mfu, predict
 from pdlab.engine import Engine, EngineConfig, RequestOutput, SamplingParams
+from pdlab.engine.recorder import cost_of
 from pdlab.kvcache import blocks_for
 from pdlab.models import Model, Tokenizer, load
 from pdlab.trace import StepRecord

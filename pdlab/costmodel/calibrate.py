@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from pdlab.costmodel.hardware import Hardware
 from pdlab.machine import processor_name
+from pdlab.models.cache import cache_dir
 
 TORCH_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 CACHE_FORMAT = 1
@@ -256,12 +257,8 @@ def _memory_bytes(device: str) -> int:
 
 
 def _cache_path(key: dict[str, Any]) -> Path:
-    from platformdirs import user_cache_dir
-
-    override = os.environ.get("PDLAB_CACHE")
-    root = Path(override).expanduser() if override else Path(user_cache_dir("pdlab", False))
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return root / "calibration" / f"{digest[:16]}.json"
+    return cache_dir() / "calibration" / f"{digest[:16]}.json"
 
 
 def _load(path: Path, key: dict[str, Any]) -> tuple[Hardware | None, int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from pdlab.costmodel import Chunk as CostChunk
-from pdlab.costmodel import step_cost
+from pdlab.costmodel import StepCost, step_cost
 from pdlab.engine.config import EngineConfig
 from pdlab.engine.request import Request
 from pdlab.engine.runner import StepOutput
@@ -144,3 +144,8 @@ def _sequence_records(
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def cost_of(record: StepRecord) -> StepCost:
+    """The work a recorded step did, in the cost model's terms."""
+    return StepCost(dict(record.flops), dict(record.bytes_moved))

@@ -6,6 +6,7 @@ A figure is a pure function of a trace, a widget is a class around one:
     wb.Stepper(engine.trace)
 """
 
+from pdlab.engine.recorder import cost_of
 from pdlab.workbench import figures
 from pdlab.workbench.attention_view import AttentionView
 from pdlab.workbench.checks import check
@@ -25,7 +26,6 @@ from pdlab.workbench.frames import stepper_frames
 from pdlab.workbench.lesson import Predictions, glossary, progress, solution
 from pdlab.workbench.notebooks import execute_notebook
 from pdlab.workbench.palette import legend
-from pdlab.workbench.roofline_data import step_cost_of
 from pdlab.workbench.roofline_view import RooflineView
 from pdlab.workbench.stepper import Stepper
 from pdlab.workbench.tokens import token_table
@@ -37,6 +37,7 @@ __all__ = [
     "Stepper",
     "check",
     "compare_with_naive",
+    "cost_of",
     "decode_step_s",
     "decode_steps",
     "decode_sweep",
@@ -52,7 +53,6 @@ __all__ = [
     "show",
     "solution",
     "static_png",
-    "step_cost_of",
     "stepper_frames",
     "token_table",
     "warm_up",

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from pdlab.costmodel import StepCost
 from pdlab.engine import Engine, EngineConfig, NaiveGenerator, NaiveOutput, SamplingParams
+from pdlab.engine.recorder import cost_of
 from pdlab.kvcache import blocks_for
 from pdlab.models import Model
 from pdlab.trace import StepRecord, Trace
 from pdlab.workbench.figures.latency import ttft_points
 from pdlab.workbench.lesson import progress
-from pdlab.workbench.roofline_data import step_cost_of
 
 BLOCK_SIZE = 16
 NEAR = 16
@@ -140,7 +140,7 @@ class CacheComparison:
 
     @property
     def cached_costs(self) -> list[StepCost]:
-        return [step_cost_of(step) for step in self.cached.steps]
+        return [cost_of(step) for step in self.cached.steps]
 
 
 def compare_with_naive(model: Model, prompt: str, num_tokens: int) -> CacheComparison:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from pdlab.costmodel import Hardware, StepCost, mbu, mfu, predict
+from pdlab.costmodel import Hardware, mbu, mfu, predict
+from pdlab.engine.recorder import cost_of
 from pdlab.trace.records import StepRecord
 from pdlab.trace.trace import Trace
 
@@ -47,11 +48,6 @@ def points(trace: Trace) -> list[Point]:
     return [_point(r) for r in _busy_steps(trace)]
 
 
-def step_cost_of(record: StepRecord) -> StepCost:
-    """A recorded step in the cost model's terms."""
-    return StepCost(record.flops, record.bytes_moved)
-
-
 def on_hardware(trace: Trace, hardware: Hardware) -> dict[str, Any]:
     """A machine's ceilings for the trace's dtype, and every point's predicted time on it.
 
@@ -60,7 +56,7 @@ def on_hardware(trace: Trace, hardware: Hardware) -> dict[str, Any]:
     """
     dtype = trace_dtype(trace)
     steps = _busy_steps(trace)
-    costs = [step_cost_of(r) for r in steps]
+    costs = [cost_of(r) for r in steps]
     return {
         "name": hardware.name,
         "peak_flops_s": hardware.peak(dtype),

@@ -8,10 +8,10 @@ import traitlets
 
 from pdlab import Engine, EngineConfig, Model, SamplingParams, Trace
 from pdlab.costmodel import Hardware, load_hardware, mbu, mfu, predict
+from pdlab.engine.recorder import cost_of
 from pdlab.workbench import AttentionView, RooflineView, Stepper, stepper
 from pdlab.workbench.frames import stepper_frames
 from pdlab.workbench.picture import find_browser, widget_page
-from pdlab.workbench.roofline_data import step_cost_of
 from pdlab.workbench.widget import STATIC
 
 from .handmade import two_requests
@@ -140,7 +140,7 @@ def test_roofline_view_numbers_are_the_cost_models(recorded: Trace, hardware: Ha
     widget = RooflineView(recorded, hardware)
     here = widget.machines[0]
     for i, record in enumerate(recorded.steps):
-        cost = step_cost_of(record)
+        cost = cost_of(record)
         assert widget.points[i]["flops"] == record.total_flops
         assert here["mfu"][i] == mfu(cost, record.wall_s, hardware, "fp32")
         assert here["mbu"][i] == mbu(cost, record.wall_s, hardware)
