@@ -71,6 +71,8 @@ class FusedAttention(AttentionBackend):
         lengths = torch.tensor(inputs.context_lens[: len(q)], device=q.device)[:, None]
         keys = torch.arange(k.shape[1], device=q.device)[None, :]
         mask = keys < lengths
+        for x in (k, v):  # a masked NaN or inf would still spread: 0 * NaN is NaN
+            x.masked_fill_(~mask[:, :, None, None], 0)
         if window is not None:
             mask &= keys >= lengths - window
         grouped = q.unflatten(1, (k.shape[2], -1))

@@ -50,16 +50,15 @@ def tokenize(model: Model, prompt: Prompt) -> tuple[str, list[int]]:
     if isinstance(prompt, list) and all(_is_int(t) for t in prompt):
         ids = cast(list[int], list(prompt))
         return (tokenizer.decode(ids) if tokenizer else ""), ids
+    is_chat = isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt)
+    if not is_chat and not isinstance(prompt, str):
+        raise ValueError(f"prompt={prompt!r:.60} is neither text, token ids nor chat messages")
     if tokenizer is None:
         raise ValueError(f"model {model.name!r} has no tokenizer: give token ids")
-    if isinstance(prompt, str):
-        return prompt, tokenizer.encode(prompt)
-    if isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt):
-        text = tokenizer.render_chat(cast(list[dict[str, str]], prompt))
-        return text, tokenizer.encode(text)
-    raise ValueError(
-        f"prompt must be text, token ids or chat messages, not {type(prompt).__name__}"
+    text = (
+        tokenizer.render_chat(cast(list[dict[str, str]], prompt)) if is_chat else cast(str, prompt)
     )
+    return text, tokenizer.encode(text)
 
 
 def check_fits(

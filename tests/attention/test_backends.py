@@ -24,7 +24,7 @@ from pdlab.kvcache import PagedKVCache, blocks_for
 from tests.helpers import TINY
 
 HEAD_DIM = TINY.head_dim
-STALE = 1e4
+STALE = float("nan")
 """What stands in slots that nobody may read."""
 
 
