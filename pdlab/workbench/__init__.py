@@ -23,7 +23,7 @@ from pdlab.workbench.experiments import (
     warm_up,
 )
 from pdlab.workbench.frames import stepper_frames
-from pdlab.workbench.lesson import Predictions, glossary, progress, solution
+from pdlab.workbench.lesson import Predictions, glossary, progress
 from pdlab.workbench.notebooks import execute_notebook
 from pdlab.workbench.palette import legend
 from pdlab.workbench.roofline_view import RooflineView
@@ -51,7 +51,6 @@ __all__ = [
     "progress",
     "random_prompt",
     "show",
-    "solution",
     "static_png",
     "stepper_frames",
     "token_table",

@@ -1,4 +1,4 @@
-"""What lessons need besides pictures: predictions, folded solutions, a glossary, a progress bar."""
+"""What lessons need besides pictures: predictions, a glossary, a progress bar."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ipywidgets as widgets  # type: ignore[import-untyped]
-from IPython.display import HTML, Markdown, display
+from IPython.display import HTML, display
 
 from pdlab.workbench.palette import MEANING, UNKNOWN
 
@@ -133,13 +133,6 @@ class PredictionControl(widgets.VBox):
         data["text/plain"] = f"{self._question} ({answers})"
         data["text/html"] = f"<b>{html.escape(self._question)}</b><br>{html.escape(answers)}"
         return data
-
-
-def solution(markdown: str, title: str = "Solution") -> None:
-    """Show a solution that stays folded until the reader opens it."""
-    display(
-        Markdown(f"<details><summary>{html.escape(title)}</summary>\n\n{markdown}\n\n</details>")
-    )
 
 
 def glossary(*terms: str) -> None:

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from IPython.display import Markdown
 
-from pdlab.workbench import Predictions, check, checks, glossary, lesson, progress, solution
+from pdlab.workbench import Predictions, check, checks, glossary, lesson, progress
 from pdlab.workbench.lesson import GLOSSARY
 
 
@@ -100,12 +99,6 @@ def test_prediction_is_readable_without_widgets() -> None:
     control = Predictions().predict("Which?", ["a", "b"], key="k")
     data = control._repr_mimebundle_()
     assert data["text/plain"] == "Which? (a / b)"
-
-
-def test_solution_is_folded(shown: list) -> None:
-    solution("Use `2 * layers`.")
-    assert isinstance(shown[0], Markdown)
-    assert shown[0].data.startswith("<details>")
 
 
 def test_glossary_has_the_terms_of_the_first_lessons(shown: list) -> None:

@@ -9,7 +9,7 @@ import pytest
 import pdlab
 from pdlab import Engine, Model, SamplingParams
 from pdlab import workbench as wb
-from pdlab.costmodel import Hardware
+from pdlab.costmodel import Chunk, Hardware, load_hardware, step_cost
 from pdlab.shipped import shipped
 from pdlab.workbench.notebooks import MAX_NOTEBOOK_BYTES, SOLUTION, build_notebook
 
@@ -65,6 +65,9 @@ def lesson_names(smollm2: Model, hardware: Hardware) -> dict[str, object]:
         return {
             "pdlab": pdlab,
             "wb": wb,
+            "Chunk": Chunk,
+            "load_hardware": load_hardware,
+            "step_cost": step_cost,
             "model": smollm2,
             "shape": smollm2.config,
             "machine": hardware,
