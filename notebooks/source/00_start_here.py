@@ -98,8 +98,8 @@ guess.compare("ratio", times.ttft_s / times.tpot_s, "times")
 
 # %% [markdown]
 # Most people guess too high: the prompt has dozens of tokens, so should it not take dozens of times
-# as long? It does not, because the two phases wait for different things. **Prefill** uses each weight
-# for all prompt tokens at once; **decode** fetches all the weights again for every single token.
+# as long? It does not. **Prefill** uses each weight for all prompt tokens at once; **decode** fetches
+# all the weights again for every single token, and uses each of them once.
 #
 # ## 4. Walk through it
 #
@@ -137,7 +137,7 @@ wb.RooflineView(engine.trace, machine)
 #
 # ## 6. What attention looks at
 #
-# In each layer and head, every token spreads its attention over the tokens before it. In prefill
+# In each layer and head, every token spreads its attention over itself and the tokens before it. In prefill
 # this is a triangle, computed at once; in decode it is one more row a step. Move through layers and
 # heads: some look at the previous token, many rest on the very first one (an "attention sink", Xiao
 # et al. 2023).
@@ -158,8 +158,9 @@ wb.AttentionView(probed.trace, layer=12)
 #
 # | word | meaning |
 # |---|---|
-# | **measured** | timed or counted in this run, on this machine |
-# | **recorded** | measured in an earlier run and replayed; the machine stands beside it |
+# | **measured** | timed in this run, on this machine |
+# | **recorded** | measured when the trace was made, a moment or a year ago; its machine and date stand beside it |
+# | **counted** | follows from shapes alone: FLOPs, the least bytes to move, tokens |
 # | **predicted** | computed by the cost model from shapes and a machine's ceilings |
 # | **simulated** | made by a simulation that uses predicted times |
 # | **published** | taken from a data sheet or paper, which is named |

@@ -43,9 +43,9 @@ wb.token_table(model.tokenizer, text)
 
 # %% [markdown]
 # Some characters fall into *parts of characters*: a single token may hold one byte that means nothing
-# on its own. This has two consequences. The same thought costs several times more tokens, time and
-# memory in a language the tokenizer was not made for (compare below). And whoever streams text must
-# hold bytes back until a character is complete.
+# on its own. This has two consequences. The same thought costs more tokens, and with them time and
+# memory, in a language the tokenizer was not made for (twice as many here, compare below). And whoever
+# streams text must hold bytes back until a character is complete.
 
 # %%
 wb.token_table(model.tokenizer, "Who am I?")
@@ -86,9 +86,10 @@ print("K and V:", list(whole.shape), "= [K/V, layers, tokens, KV heads, head_dim
 print("bit for bit the same:", torch.equal(whole, looped))
 
 # %% [markdown]
-# So the loop is not wrong, it is a waste. All positions of the prompt are known in advance, and in
-# each layer K and V come from the layer's *input*, not from another position's output. So they can be
-# computed together, and each weight that is fetched from memory serves all of them.
+# So the loop is not wrong, it is a waste. All tokens of the prompt are known in advance. Within a
+# layer, q, K and V of a position need only that position's input to the layer, and all of these are
+# there. So a layer computes all positions together, and each weight that is fetched from memory serves
+# every one of them.
 #
 # ## 3. The causal mask
 #
@@ -108,9 +109,9 @@ wb.AttentionView(engine.trace)
 
 # %% [markdown]
 # Why must the mask be there in *prefill*, where nobody could peek at an answer anyway? Because of
-# what is kept. Without it, the K and V of the first token would depend on the last one, and adding
-# one more token would make all of them wrong. With it, a prefix has the same K and V whatever comes
-# after. Check that on the engine:
+# what is kept. Without it, from the second layer on, the K and V of the first token would depend on
+# the last one, and one more token would make all of them wrong. With it, a prefix has the same K and V
+# whatever comes after. Check that on the engine:
 
 # %%
 longer = wb.kv_after_prefill(model, prompt + " Tokyo. Both are large cities.", exact=True)
@@ -147,8 +148,11 @@ guess.predict(
 )
 
 # %%
+from pdlab.costmodel import Chunk, calibrate, mfu, step_cost
+
+machine = calibrate()
 sweep = wb.prefill_sweep(model, [64, 128, 256, 512, 768, 1024], repeats=2)
-wb.show(wb.figures.ttft_by_prompt(sweep))
+wb.show(wb.figures.ttft_by_prompt(sweep, machine))
 
 # %%
 factor = wb.median_ttft_s(sweep, 1024) / wb.median_ttft_s(sweep, 512)
@@ -157,22 +161,26 @@ answer = next(name for bound, name in bounds if factor < bound)
 guess.compare("doubling", answer, note=f"The factor: {factor:.2f}")
 
 # %% [markdown]
-# The dotted line is the linear part of the fit. Counted in FLOPs, the two parts are equal only at a
-# prompt of several thousand tokens (exercise 2). The clock shows a larger quadratic part than the
-# count, because attention's small matrix products and its softmax reach less of the processor's peak
-# than the large products around them. Either way, "O(n²)" describes very long prompts; at the lengths
-# of everyday use, doubling the prompt costs a little more than double.
+# The dotted line is the linear part of the fit, the dashed one what the counted FLOPs would take at
+# this machine's peak. How much of the work is quadratic can be counted exactly, too:
+
+# %%
+for step in sweep.steps[:6]:
+    share = step.flops["attention"] / step.total_flops
+    print(f"{step.num_tokens:5} tokens: attention is {share:4.0%} of the FLOPs   counted")
+
+# %% [markdown]
+# The two parts are equal only at a prompt of several thousand tokens (exercise 2). "O(n²)" describes
+# very long prompts. At the lengths of everyday use, doubling the prompt costs about double.
 #
 # ## 6. Bound by compute
 #
 # Each point below is one prefill of the sweep. The more tokens share a fetch of the weights, the
-# further right it stands: 64 tokens already do some tens of calculations for each byte. Once past
-# the ridge, only faster arithmetic would help. **MFU** is how much of the measured peak was reached.
+# further right it stands: 64 tokens already do some tens of calculations for each byte. Past the ridge
+# memory is no longer the limit; what is left is the processor's arithmetic and how well the software
+# uses it. **MFU** says how much of the measured peak was reached.
 
 # %%
-from pdlab.costmodel import Chunk, calibrate, mfu, step_cost
-
-machine = calibrate()
 wb.RooflineView(sweep, machine)
 
 # %%
@@ -255,7 +263,7 @@ def crossover_check():
 # ## What production systems do
 #
 # * **Fused attention** never stores the score matrix (Dao et al. 2022, *FlashAttention*), so its memory
-#   is linear even where its work is quadratic. The default path of this engine does the same.
+#   is linear even where its work is quadratic. On a CPU, the default path of this engine does the same.
 # * **Chunked prefill** cuts long prompts so that running requests are not held up (Agrawal et al.
 #   2024, *Sarathi-Serve*, section 4). Small chunks fetch the weights more often, as you measured.
 # * **Prefix caching** skips prefill for a prefix seen before (vLLM's automatic prefix caching; SGLang's

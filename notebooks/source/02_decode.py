@@ -34,18 +34,19 @@ guess = wb.Predictions()
 # the new one. Both use the same weights, so the answer must be the same.
 
 # %%
-guess.predict(
-    "The 48th token after a 60-token prompt: without a cache it takes how many times as long?",
-    key="naive",
-    unit="times",
-)
-
-# %%
 prompt = (
     "A key-value cache stores the keys and values of all earlier tokens, so that the model does not "
     "have to compute them again for each new token. The memory it needs grows with the length of the "
     "text, and so a server must decide carefully"
 )
+print(len(model.tokenizer.encode(prompt)), "tokens of prompt")
+guess.predict(
+    "With about a hundred tokens of text, the next token takes how many times as long without a cache?",
+    key="naive",
+    unit="times",
+)
+
+# %%
 comparison = wb.compare_with_naive(model, prompt, 48)
 print("same tokens:", comparison.same_tokens)
 wb.show(wb.figures.naive_against_cached(comparison))
@@ -63,8 +64,8 @@ guess.compare("naive", ratio, "times", note=f"The last token's FLOPs, counted: {
 # (the FLOPs), but only a few times the *time*. So the cached step is, in some sense, slow: it does
 # hardly any arithmetic and still takes its time. Keep that in mind for section 3.
 #
-# It is often said that *every decode step recomputes the whole history*. That describes the yellow
-# line. With a cache, K and V of the history are read, not recomputed; what still spans the history is
+# It is often said that *every decode step recomputes the whole history*. That describes the
+# upper line. With a cache, K and V of the history are read, not recomputed; what still spans the history is
 # one row of attention.
 #
 # ## 2. One step, looked at closely
@@ -121,14 +122,28 @@ print(f"a step              {step_s * 1e3:8.1f} ms   measured")
 print(f"MBU {mbu(cost, step_s, machine):.0%}, MFU {mfu(cost, step_s, machine, 'fp32'):.1%}")
 
 # %% [markdown]
-# Fetching takes several times as long as the arithmetic. That is what *bandwidth-bound* means: the
-# floor is set by memory, and a faster calculator would not lower it. The measured step is well above
-# that floor, and **MBU** says how far: it is the part of the bandwidth that was put to use. The rest is
-# software: hundreds of small operations started one by one, and matrix products that with a single
-# row read more slowly than a plain read does. Where exactly?
+# Fetching takes several times as long as the arithmetic, so memory sets the floor: that is what
+# *bandwidth-bound* means, and a faster calculator would not lower it. This step is still well above its
+# floor. **MBU** says how far: it is the part of the bandwidth that was put to use. Where is the rest?
+# The black marks below are each stage's own floor.
 
 # %%
-wb.show(wb.figures.stage_breakdown(sample, wb.decode_steps(sample, 1)[-1].step))
+last = wb.decode_steps(sample, 1)[-1]
+wb.show(wb.figures.stage_breakdown(sample, last.step, machine))
+
+# %%
+gemv = machine.details["gemv_bytes_s"]
+print(
+    f"the weights, read by a matrix-vector product {model.weight_bytes / gemv * 1e3:5.1f} ms   predicted"
+)
+print(f"the step                                     {last.wall_s * 1e3:5.1f} ms   measured")
+
+# %% [markdown]
+# The first line is a second, more modest floor: a product with a single row does not read memory as
+# fast as a plain read does, and calibration measured it on its own, on large matrices. The rest comes
+# from everything around it: hundreds of small operations in each step, started one by one, and
+# products on small matrices in between. Nothing of it is the model's need. That is why serving engines
+# fuse operations and write kernels for this one step, and why a later lesson does.
 
 # %% [markdown]
 # ## 4. A longer context
@@ -145,7 +160,7 @@ guess.predict(
 
 # %%
 contexts = wb.decode_sweep(model, context_lens=[32, 256, 512, 1024])
-wb.show(wb.figures.tpot_by_context(contexts))
+wb.show(wb.figures.tpot_by_context(contexts, machine))
 
 # %%
 short_s, long_s = (wb.decode_step_s(contexts, context_len=n) for n in (32, 1024))
@@ -154,10 +169,10 @@ kv, weights = (contexts.steps[-1].bytes_moved[part] for part in ("kv_read", "wei
 print(f"at 1,024 tokens a step fetches {weights / 1e6:.0f} MB of weights, {kv / 1e6:.0f} MB of KV")
 
 # %% [markdown]
-# The cost grows with the context, in a line, but the weights dominate until the KV read in a step is
-# as large as they are. (For this model that takes over ten thousand tokens; exercise 1.) On this
-# machine, attention over a long context also costs more than its bytes, because gathering blocks
-# copies them first; a kernel that reads blocks in place would not.
+# The KV to read grows with every token, but the weights dominate until the two are equal (for this
+# model after more than ten thousand tokens; exercise 1). The measured step grows faster than the
+# dashed line of the bytes: here the blocks of a context are copied together before attention reads
+# them, and read slowly. A kernel that reads blocks in place is a later lesson's subject.
 #
 # ## 5. Company makes it cheap
 #
@@ -174,7 +189,7 @@ guess.predict(
 
 # %%
 batches = wb.decode_sweep(model, batch_sizes=[1, 2, 4, 8, 16], context_lens=[64])
-wb.show(wb.figures.tpot_by_batch(batches))
+wb.show(wb.figures.tpot_by_batch(batches, machine))
 
 # %%
 one_s = wb.decode_step_s(batches, batch_size=1)
@@ -187,9 +202,9 @@ for size in (1, 2, 4, 8, 16):
 guess.compare("batch", wb.decode_step_s(batches, batch_size=8) / one_s, "times")
 
 # %% [markdown]
-# The step from one to two is special: with a single row torch calls a matrix-vector routine, with two
-# or more a matrix-matrix one, which on this kind of processor is slower for few rows. From there on
-# the picture is as promised: twice the sequences for little more time.
+# The step from one sequence to two is special: the library's matrix product has a fast path for a
+# single row and is much slower for two. From there on the picture is as promised: twice the sequences
+# for little more time.
 #
 # *Decode cannot run in parallel* is true inside one sequence and false across sequences. On the
 # roofline, a bigger batch moves the decode step to the right: the same fetch, more arithmetic. What

@@ -11,7 +11,10 @@ from pdlab.kvcache import PagedKVCache
 
 
 class FusedAttention(AttentionBackend):
-    """`scaled_dot_product_attention` (Dao et al. 2022, FlashAttention): no score matrix is stored.
+    """`scaled_dot_product_attention`; on a CPU a fused kernel that never stores the score matrix.
+
+    (Dao et al. 2022, FlashAttention. On a GPU, torch may fall back to storing it where there is a
+    mask: chunked prefill, windows, batched decode.)
 
     Prefill chunks go one by one. All decodes of a batch go in one call over padded contexts.
     """
@@ -20,6 +23,9 @@ class FusedAttention(AttentionBackend):
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         num_queries, context_len = q.shape[0], k.shape[0]
+        if num_queries == 1:
+            seen = slice(None if window is None else -window, None)
+            return _single_queries(q, k[None, seen], v[None, seen])
         square = num_queries == context_len and window is None
         mask = None if square else visible(num_queries, context_len, window, q.device)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -60,11 +66,7 @@ class FusedAttention(AttentionBackend):
         inputs: AttentionInputs,
         window: int | None,
     ) -> Tensor:
-        """One query a sequence, [num_decodes, num_heads, head_dim], all sequences at once.
-
-        A single query sees all of its context, so the heads of a group can stand as query rows of
-        their KV head, and K and V need not be repeated.
-        """
+        """One query a sequence, [num_decodes, num_heads, head_dim], all sequences at once."""
         rows = list(range(len(q)))
         tables = inputs.padded_block_tables(rows, kv_cache.block_size, q.device)
         k, v = kv_cache.gather(layer, tables, q.dtype)
@@ -75,8 +77,21 @@ class FusedAttention(AttentionBackend):
             x.masked_fill_(~mask[:, :, None, None], 0)
         if window is not None:
             mask &= keys >= lengths - window
-        grouped = q.unflatten(1, (k.shape[2], -1))
-        out = F.scaled_dot_product_attention(
-            grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask[:, None, None, :]
-        )
-        return out.flatten(1, 2)
+        return _single_queries(q, k, v, mask[:, None, None, :])
+
+
+def _single_queries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention of one query a sequence, which sees all of its context: no causal mask.
+
+    So the heads of a group can stand as query rows of their KV head, and K and V need not be
+    repeated.
+
+    Args:
+        q: [num_sequences, num_heads, head_dim].
+        k, v: [num_sequences, context_len, num_kv_heads, head_dim].
+    """
+    grouped = q.unflatten(1, (k.shape[2], -1))
+    out = F.scaled_dot_product_attention(
+        grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
+    )
+    return out.flatten(1, 2)

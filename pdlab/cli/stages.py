@@ -10,7 +10,7 @@ from pdlab.engine.recorder import cost_of
 from pdlab.models import ModelConfig
 from pdlab.trace import StepRecord
 
-FIRST_TOKEN_STAGES = ("logits", "sample", "output")
+FIRST_TOKEN_STAGES = ("logits", "sample", "deliver")
 """The part of the last prefill step that turns its last hidden state into a token."""
 
 

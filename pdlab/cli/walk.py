@@ -26,8 +26,9 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf
 CONTROL_CHARACTERS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
 """Dropped from the model's text, which must not command the terminal."""
 HOW_TO_READ = (
-    "Times are measured, FLOPs and bytes counted from shapes. Predicted: from these and from the "
-    "ceilings that this machine was measured to have (pdlab calibrate), as if it reached them."
+    "Times are measured, FLOPs and the least bytes to move counted from shapes. Predicted: from "
+    "these and from the ceilings that this machine was measured to have (pdlab calibrate), as if "
+    "it reached them."
 )
 
 
@@ -171,7 +172,7 @@ def _print_stages(console: Console, stages: Sequence[Stage]) -> None:
     """Times are measured, FLOPs and bytes counted; the last two columns are their quotients."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("stage", no_wrap=True, min_width=len("first token"))
-    headers = ("tokens", "time", "FLOPs", "bytes moved", "KV bytes", "GFLOP/s", "GB/s")
+    headers = ("tokens", "time", "FLOPs", "least bytes", "KV bytes", "GFLOP/s", "GB/s")
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True, min_width=7)
     for stage in stages:

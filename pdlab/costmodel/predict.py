@@ -96,9 +96,10 @@ def predict(cost: StepCost, hardware: Hardware, dtype: str, *, num_launches: int
 
 
 def mfu(cost: StepCost, wall_s: float, hardware: Hardware, dtype: str) -> float:
-    """Model FLOPs utilisation: FLOPs the model needs, over peak times time, 0 to 1.
+    """Model FLOPs utilisation: FLOPs the model needs, over peak times time.
 
-    Chowdhery et al. 2022, "PaLM", section 4.1: recomputed or masked work does not count as done.
+    Chowdhery et al. 2022, "PaLM", section 4.1: recomputed work does not count as done. Query-key
+    pairs behind the causal mask are left out here too, which PaLM's formula (appendix B) counts.
     """
     check_positive(wall_s=wall_s)
     return cost.total_flops / (wall_s * hardware.peak(dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -20,24 +21,35 @@ PromptList = Iterable[str] | Iterable[list[int]] | Iterable[Prompt]
 OWN_KV_FORMAT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def max_model_len(model: Model, config: EngineConfig) -> int:
-    """Longest sequence the engine serves, in tokens; ValueError if the model was made for less."""
-    limit = model.config.max_model_len
-    if config.max_model_len is None:
-        return limit
-    if config.max_model_len > limit:
+def resolve(model: Model, config: EngineConfig) -> EngineConfig:
+    """The configuration with every `auto` and None replaced by what it means for this model.
+
+    Raises:
+        ValueError: exact mode is asked of a model that is not fp32, or the length is more than the
+            model was made for.
+    """
+    limit, dtype = model.config.max_model_len, model.decoder.dtype
+    if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(
             f"max_model_len={config.max_model_len} is more than {model.name} was made for: {limit}"
         )
-    return config.max_model_len
-
-
-def kv_format(model: Model, config: EngineConfig) -> str:
-    """Format of the KV cache; ValueError if exact mode is asked of a model that is not fp32."""
-    dtype = model.decoder.dtype
     if config.exact and dtype is not torch.float32:
         raise ValueError(f"exact=True needs a model in fp32, not {dtype}")
-    return OWN_KV_FORMAT[dtype] if config.kv_format == "auto" else config.kv_format
+    backend, kv_format = config.attention_backend, config.kv_format
+    if backend == "auto":
+        backend = "exact" if config.exact else "torch"
+    return replace(
+        config,
+        kv_format=OWN_KV_FORMAT[dtype] if kv_format == "auto" else kv_format,
+        attention_backend=backend,
+        max_model_len=config.max_model_len or limit,
+    )
+
+
+def longest(config: EngineConfig) -> int:
+    """`max_model_len` of a resolved configuration, in tokens."""
+    assert config.max_model_len is not None
+    return config.max_model_len
 
 
 def tokenize(model: Model, prompt: Prompt) -> tuple[str, list[int]]:
@@ -64,14 +76,13 @@ def tokenize(model: Model, prompt: Prompt) -> tuple[str, list[int]]:
 def check_fits(
     model: Model,
     config: EngineConfig,
-    longest: int,
     prompt_ids: list[int],
     params: SamplingParams,
 ) -> None:
     """Refuse what can never be served, whatever else runs.
 
     Args:
-        longest: the engine's `max_model_len`.
+        config: resolved.
 
     Raises:
         ValueError: the prompt is empty or too long, has unknown token ids, or would need more KV
@@ -83,10 +94,10 @@ def check_fits(
     for token_id in prompt_ids:
         if not 0 <= token_id < vocab_size:
             raise ValueError(f"prompt has token id {token_id}, vocab_size is {vocab_size}")
-    num_prompt = len(prompt_ids)
-    if num_prompt > longest:
-        raise ValueError(f"prompt has {num_prompt} tokens, max_model_len is {longest}")
-    most = min(params.max_tokens, max(1, longest - num_prompt))
+    num_prompt, limit = len(prompt_ids), longest(config)
+    if num_prompt > limit:
+        raise ValueError(f"prompt has {num_prompt} tokens, max_model_len is {limit}")
+    most = min(params.max_tokens, max(1, limit - num_prompt))
     slots = num_prompt + most - 1  # the last token is never fed back
     needed = blocks_for(slots, config.block_size)
     if needed > config.num_blocks:

@@ -12,7 +12,7 @@ from pdlab.kvcache import KV_DTYPES
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine runs. Every field is a knob; none changes what the model means to say.
+    """How an engine runs. Every field is a knob. All are lossless but a 16-bit `kv_format`.
 
     Raises:
         ValueError: a field is out of range, or two do not go together.
@@ -109,7 +109,7 @@ class SamplingParams:
 
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this would overflow when logits are divided by them."""
+"""Temperatures under this choose the most probable token: the difference could not be seen."""
 
 
 def require_int(name: str, value: Any, least: int) -> None:

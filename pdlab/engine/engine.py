@@ -48,15 +48,14 @@ class Engine:
     """
 
     def __init__(self, model: Model, config: EngineConfig | None = None):
-        config = config or EngineConfig()
+        config = admission.resolve(model, config or EngineConfig())
         self.model = model
         self.config = config
-        self.max_model_len = admission.max_model_len(model, config)
         kv_cache = PagedKVCache(
             model.config,
             config.num_blocks,
             config.block_size,
-            admission.kv_format(model, config),
+            config.kv_format,
             model.decoder.device,
         )
         self.kv_cache: PagedKVCache | None = kv_cache
@@ -67,11 +66,12 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             chunk_size=config.chunk_size,
         )
-        name = config.attention_backend
-        name = ("exact" if config.exact else "torch") if name == "auto" else name
-        sampler = Sampler(config.top_k_recorded)
         self.runner: Runner = ModelRunner(
-            model, kv_cache, BACKENDS[name](), sampler, exact=config.exact
+            model,
+            kv_cache,
+            BACKENDS[config.attention_backend](),
+            Sampler(config.top_k_recorded),
+            exact=config.exact,
         )
         self.requests: dict[str, Request] = {}
         self._recorder = Recorder(model, kv_cache, config)
@@ -97,7 +97,7 @@ class Engine:
         self.scheduler.update(batch, [s.token_id if s else None for s in output.sampled])
         residents = self._recorder.residents(self.scheduler)
         texts, freed = self._deliver(batch, output, start_s)
-        clock.lap("output")
+        clock.lap("deliver")
         record = self._recorder.record(
             step=self._step,
             start_s=start_s,
@@ -145,7 +145,7 @@ class Engine:
             return "stop"
         if sequence.num_output_tokens >= params.max_tokens:
             return "length"
-        return "length" if sequence.num_tokens >= self.max_model_len else None
+        return "length" if sequence.num_tokens >= admission.longest(self.config) else None
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r} must be SamplingParams")
         text, prompt_ids = admission.tokenize(self.model, prompt)
-        admission.check_fits(self.model, self.config, self.max_model_len, prompt_ids, params)
+        admission.check_fits(self.model, self.config, prompt_ids, params)
         sequence = Sequence(
             request_id=f"r{next(self._names)}",
             prompt_ids=prompt_ids,
@@ -283,7 +283,7 @@ class Engine:
 
         Args:
             layers, heads: numbers of layers and of query heads; None for all.
-            names: of `attention`, `q`, `k`, `v`, `output` (see `Probe`).
+            names: of `attention`, `q`, `k`, `v`, `attended` (see `Probe`).
 
         Raises:
             ValueError: there is no such layer, head or tensor.

@@ -76,7 +76,7 @@ class FakeRunner:
             self._check(part.sequence.request_id, inputs.attention.block_tables[i], prefix)
             if inputs.attention.context_lens[i] != part.end:
                 raise FakeKVError(f"context of {inputs.attention.context_lens[i]} at {part.end}")
-            token = Sampled(next_token(prefix[-1], self.vocab_size), [])
+            token = Sampled(next_token(prefix[-1], self.vocab_size), 1.0, [])
             sampled.append(token if part.samples else None)
         return StepOutput(sampled)
 

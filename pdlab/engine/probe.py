@@ -14,7 +14,7 @@ from pdlab.kvcache import PagedKVCache
 from pdlab.models.config import ModelConfig
 from pdlab.trace import Capture
 
-CAPTURED = ("attention", "q", "k", "v", "output")
+CAPTURED = ("attention", "q", "k", "v", "attended")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Probe:
     """What to keep of each step.
 
     `q`, `k` and `v` are the tensors the step itself used (q and k with their rotary positions),
-    `output` is what its attention returned. `attention` weights are recomputed by the reference
+    `attended` is what its attention returned. `attention` weights are recomputed by the reference
     path, from the step's own q and the K that stands in the cache: a fused kernel never has them in
     one place.
 
@@ -93,7 +93,7 @@ class Observer:
         """Take what is asked for from one layer.
 
         Args:
-            tensors: q, k, v and output of the whole batch, [num_tokens, heads, head_dim].
+            tensors: q, k, v and attended of the whole batch, [num_tokens, heads, head_dim].
         """
         if layer not in self._probe.layers:
             return

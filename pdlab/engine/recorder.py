@@ -134,6 +134,7 @@ def _sequence_records(
                 token_ids=sequence.token_ids[part.start : part.end],
                 blocks_taken=part.blocks_taken,
                 sampled=sampled.token_id if sampled else None,
+                probability=sampled.probability if sampled else None,
                 top=sampled.top if sampled else [],
                 text=text,
                 finish_reason=sequence.finish_reason,

@@ -88,7 +88,7 @@ class ModelRunner:
             out = self.attention.paged(layer, q, self.kv_cache, inputs.attention, window)
             if observer:
                 clock.lap("attention")
-                observer(layer, {"q": q, "k": k, "v": v, "output": out}, self.kv_cache, window)
+                observer(layer, {"q": q, "k": k, "v": v, "attended": out}, self.kv_cache, window)
                 clock.lap("probe")
             return out
 

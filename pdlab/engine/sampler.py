@@ -13,9 +13,14 @@ from pdlab.trace import Candidate
 
 @dataclass(frozen=True)
 class Sampled:
-    """A token drawn for one sequence, and the most probable ones it was drawn among."""
+    """A token drawn for one sequence, its probability, and the most probable ones beside it.
+
+    The probabilities are those of the draw: after temperature. A greedy choice draws from nothing;
+    its probabilities are the model's own, at temperature 1.
+    """
 
     token_id: int
+    probability: float
     top: list[Candidate]
 
 
@@ -31,28 +36,30 @@ class Sampler:
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
         """logits: float32 [len(sequences), vocab_size]."""
-        probabilities = logits.softmax(dim=-1)
-        token_ids = logits.argmax(dim=-1).tolist()
+        temperatures = [1.0 if s.params.greedy else s.params.temperature for s in sequences]
+        divisors = torch.tensor(temperatures, device=logits.device)[:, None]
+        probabilities = (logits / divisors).softmax(dim=-1)
+        token_ids = logits.argmax(dim=-1)
         for row, sequence in enumerate(sequences):
             if not sequence.params.greedy:
-                token_ids[row] = _draw(logits[row], sequence)
+                token_ids[row] = _draw(probabilities[row], sequence)
+        chosen = probabilities.gather(1, token_ids[:, None])[:, 0].tolist()
         top = probabilities.topk(min(self.top_k_recorded, logits.shape[-1]), dim=-1)
-        values, indices = top.values.tolist(), top.indices.tolist()
-        return [
-            Sampled(token_id, [Candidate(*pair) for pair in zip(ids, ps, strict=True)])
-            for token_id, ids, ps in zip(token_ids, indices, values, strict=True)
+        candidates = [
+            [Candidate(*pair) for pair in zip(ids, values, strict=True)]
+            for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
         ]
+        return list(map(Sampled, token_ids.tolist(), chosen, candidates))
 
 
-def _draw(logits: Tensor, sequence: Sequence) -> int:
-    """One draw from softmax(logits / temperature), by a race of exponential clocks.
+def _draw(probabilities: Tensor, sequence: Sequence) -> Tensor:
+    """One draw from a distribution, [vocab_size], by a race of exponential clocks.
 
     If clock i rings after Exp(1) / p_i, token i rings first with probability p_i.
     """
-    probabilities = (logits / sequence.params.temperature).softmax(dim=-1)
     generator = torch.Generator().manual_seed(_mix(sequence.seed, sequence.num_output_tokens))
-    clocks = torch.empty(logits.shape[-1]).exponential_(generator=generator)
-    return int((probabilities / clocks.to(logits.device)).argmax())
+    clocks = torch.empty(probabilities.shape[-1]).exponential_(generator=generator)
+    return (probabilities / clocks.to(probabilities.device)).argmax()
 
 
 def _mix(seed: int, index: int) -> int:

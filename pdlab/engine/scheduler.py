@@ -159,10 +159,10 @@ class Scheduler:
         gives its blocks back; a prompt chunk just waits, for those in the batch are older or are
         decodes and will end. Taking blocks from someone in between would let the younger overtake.
         """
-        scheduled = {part.sequence for part in batch.scheduled}
         while self._blocks_missing(sequence, num_tokens) > self.pool.num_free:
             victim = self.running[-1]
-            if sequence.phase == "prefill" and (victim is sequence or victim in scheduled):
+            runs = victim is sequence or any(p.sequence is victim for p in batch.scheduled)
+            if sequence.phase == "prefill" and runs:
                 return False
             self._preempt(victim, batch)
             if victim is sequence:

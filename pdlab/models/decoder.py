@@ -69,7 +69,7 @@ class Linear(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One layer, cut where attention happens: `project` before it, `combine` after it."""
+    """One layer, cut where attention happens: `project` before, `add_attended` and `mlp` after."""
 
     def __init__(self, config: ModelConfig, **place: Any):
         super().__init__()
@@ -96,9 +96,12 @@ class DecoderLayer(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
-    def combine(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Add the output projection of attention, then the gated MLP (Shazeer 2020, SwiGLU)."""
-        x = x + self.output(attended.flatten(-2))
+    def add_attended(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Add what attention returned, through its output projection."""
+        return x + self.output(attended.flatten(-2))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Add the gated MLP (Shazeer 2020, SwiGLU)."""
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
@@ -157,7 +160,7 @@ class Decoder(nn.Module):
             token_ids, positions: [num_tokens], int64, on this model's device.
             attend: attention, called once a layer.
             row_tile: see `in_row_tiles`; None gives all rows at once.
-            lap: told when a stage ends: embed, qkv, attention, mlp.
+            lap: told when a stage ends: embed, qkv, attention, output (its projection), mlp.
         """
         x = self.embedding[token_ids]
         cos, sin = self.cos[positions], self.sin[positions]
@@ -167,7 +170,9 @@ class Decoder(nn.Module):
             lap("qkv")
             attended = attend(index, q, k, v)
             lap("attention")
-            x = in_row_tiles(layer.combine, row_tile, x, attended)
+            x = in_row_tiles(layer.add_attended, row_tile, x, attended)
+            lap("output")
+            x = in_row_tiles(layer.mlp, row_tile, x)
             lap("mlp")
         return x
 

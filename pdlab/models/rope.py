@@ -59,7 +59,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(inverse: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
-    """Slow frequencies are divided, fast ones kept, the others blended (Llama 3.1 model card)."""
+    """Slow frequencies are divided, fast ones kept, others blended (Llama 3.1 reference code)."""
     original = scaling["original_max_position_embeddings"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = original * inverse / (2 * math.pi)  # full turns within the original context

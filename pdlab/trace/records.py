@@ -34,7 +34,10 @@ class SequenceRecord:
     token_ids: list[int]
     blocks_taken: list[int]
     sampled: int | None = None
+    probability: float | None = None
+    """Of the sampled token, in the distribution it was drawn from."""
     top: list[Candidate] = field(default_factory=list)
+    """The most probable tokens of that distribution."""
     text: str = ""
     """Text released to the caller in this step (may lag the token by a few bytes)."""
     finish_reason: str | None = None
@@ -71,7 +74,8 @@ class StepRecord:
     """Start of the step, in seconds since the engine was made."""
     wall_s: float
     stage_s: dict[str, float]
-    """Wall time by stage: schedule, prepare, embed, qkv, attention, mlp, logits, sample, output."""
+    """Wall time by stage. The engine's own: schedule, prepare, sample, deliver; the model's: embed,
+    qkv, attention, output (attention's projection), mlp, logits; probe, where one looked in."""
     sequences: list[SequenceRecord]
     residents: list[Resident]
     waiting: list[str]
@@ -85,7 +89,8 @@ class StepRecord:
     flops: dict[str, int]
     """FLOPs by part: qkv, attention, output, mlp, logits."""
     bytes_moved: dict[str, int]
-    """Bytes by part: weights, kv_read, kv_write."""
+    """The least bytes the step had to move, by part: weights, kv_read, kv_write. What kernels move
+    beyond that (copies, activations) is not counted."""
 
     @property
     def num_tokens(self) -> int:
@@ -122,9 +127,9 @@ class RequestRecord:
 class Capture:
     """An intermediate tensor kept by a probe.
 
-    `attention` has shape [heads, num_queries, num_keys]; `q`, `k`, `v` and `output` (what attention
-    returned, before its projection) have shape [num_tokens, heads, head_dim]. Rows stand for
-    positions `start` and on; `heads` are the numbers of the heads kept, KV heads for `k` and `v`.
+    `attention` has shape [heads, num_queries, num_keys]; `q`, `k`, `v` and `attended` (what
+    attention returned, before its projection) have shape [num_tokens, heads, head_dim]. Rows stand
+    for positions `start` and on; `heads` are the numbers of the heads kept, KV heads for `k`, `v`.
     `source` says who computed it: `engine` for a tensor the step itself used, `reference` for one
     recomputed beside it (fused attention keeps no weights, so these are always recomputed from the
     engine's own q and cached K).
@@ -133,7 +138,7 @@ class Capture:
     step: int
     request_id: str
     layer: int
-    name: Literal["attention", "q", "k", "v", "output"]
+    name: Literal["attention", "q", "k", "v", "attended"]
     source: Literal["engine", "reference"]
     start: int
     heads: list[int]

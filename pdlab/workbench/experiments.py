@@ -19,12 +19,10 @@ from pdlab.engine.recorder import cost_of
 from pdlab.kvcache import blocks_for
 from pdlab.models import Model
 from pdlab.trace import StepRecord, Trace
-from pdlab.workbench.figures.latency import ttft_points
+from pdlab.workbench.figures.latency import NEAR, ttft_points
 from pdlab.workbench.lesson import progress
 
 BLOCK_SIZE = 16
-NEAR = 16
-"""Tokens of context by which a decode step may differ from the length asked for."""
 
 
 def random_prompt(model: Model, num_tokens: int, seed: int = 0) -> list[int]:

@@ -42,11 +42,12 @@ STAGE: dict[str, str] = {
     "embed": "#94CBEC",
     "qkv": "#5DA899",
     "attention": "#5A4FCF",
+    "output": "#B39DDB",
     "mlp": "#DCCD7D",
     "logits": "#C26A77",
     "probe": "#D9D2E4",
     "sample": "#7E8894",
-    "output": "#59626E",
+    "deliver": "#59626E",
 }
 """Stages of a step: the model's layers in colour, the engine's own work in greys."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from pdlab.costmodel import Hardware, mbu, mfu, predict
+from pdlab.costmodel.predict import ELEMENT_BYTES
 from pdlab.engine.recorder import cost_of
 from pdlab.trace.records import StepRecord
 from pdlab.trace.trace import Trace
@@ -31,10 +32,6 @@ class Point(NamedTuple):
     def intensity(self) -> float:
         """FLOPs for each byte moved."""
         return self.flops / self.bytes
-
-    @property
-    def achieved_flops_s(self) -> float:
-        return self.flops / self.wall_s
 
 
 def trace_dtype(trace: Trace) -> str:
@@ -66,6 +63,30 @@ def on_hardware(trace: Trace, hardware: Hardware) -> dict[str, Any]:
         "mfu": [mfu(c, r.wall_s, hardware, dtype) for c, r in zip(costs, steps, strict=True)],
         "mbu": [mbu(c, r.wall_s, hardware) for c, r in zip(costs, steps, strict=True)],
     }
+
+
+def predicted_s(trace: Trace, record: StepRecord, hardware: Hardware) -> float:
+    """Seconds the step takes at least, at a machine's ceilings."""
+    return predict(cost_of(record), hardware, trace_dtype(trace)).time_s
+
+
+def stage_floors_s(trace: Trace, record: StepRecord, hardware: Hardware) -> dict[str, float]:
+    """Seconds each of the model's stages takes at least, at a machine's ceilings.
+
+    A product of `rows` rows does 2 * rows FLOPs for each of its weights, so its FLOPs tell its
+    weights; attention reads and writes the KV bytes.
+    """
+    dtype = trace_dtype(trace)
+    sampled = sum(s.sampled is not None for s in record.sequences)
+    floors: dict[str, float] = {}
+    for stage, flops in record.flops.items():
+        if stage == "attention":
+            num_bytes = float(record.bytes_moved["kv_read"] + record.bytes_moved["kv_write"])
+        else:
+            rows = sampled if stage == "logits" else record.num_tokens
+            num_bytes = flops / (2 * max(rows, 1)) * ELEMENT_BYTES[dtype]
+        floors[stage] = max(flops / hardware.peak(dtype), num_bytes / hardware.bandwidth_bytes_s)
+    return floors
 
 
 def supporting(trace: Trace, table: Mapping[str, Hardware]) -> Iterable[Hardware]:

@@ -12,7 +12,7 @@ from pdlab.trace import Capture
 from tests.helpers import SHAPES, TINY, random_model, random_prompt
 
 PROMPTS = [random_prompt(length) for length in (11, 6)]
-NAMES = ("attention", "q", "k", "v", "output")
+NAMES = ("attention", "q", "k", "v", "attended")
 MORE = SamplingParams(max_tokens=20)
 
 
@@ -66,7 +66,7 @@ def test_captured_attention_equals_a_recomputation(shape, backend):
     for request_id in ids:
         for layer in range(config.num_layers):
             k, v, output = (
-                joined(engine, request_id, layer, name) for name in ("k", "v", "output")
+                joined(engine, request_id, layer, name) for name in ("k", "v", "attended")
             )
             queries = captures(engine, request_id, layer, "q")
             shown = captures(engine, request_id, layer, "attention")

@@ -9,7 +9,9 @@ from pdlab.costmodel import Chunk, step_cost
 from tests.helpers import SHAPES, random_model, random_prompt
 
 SLACK_S = 1e-3
-STAGES = {"schedule", "prepare", "embed", "qkv", "attention", "mlp", "logits", "sample", "output"}
+ENGINE_STAGES = {"schedule", "prepare", "sample", "deliver"}
+MODEL_STAGES = {"embed", "qkv", "attention", "output", "mlp", "logits"}
+STAGES = ENGINE_STAGES | MODEL_STAGES
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])

@@ -113,7 +113,8 @@ def test_one_row_has_the_same_bits_alone_and_in_any_tile():
     model = random_model(replace(TINY, hidden_size=192, intermediate_size=512))
     layer = model.decoder.layers[0]
     x, attended = torch.randn(50, 192), torch.randn(50, TINY.num_heads, TINY.head_dim)
-    together = in_row_tiles(layer.combine, 16, x, attended)
+    together = in_row_tiles(layer.add_attended, 16, x, attended)
     for row in range(50):
         one = slice(row, row + 1)
-        assert torch.equal(in_row_tiles(layer.combine, 16, x[one], attended[one]), together[one])
+        alone = in_row_tiles(layer.add_attended, 16, x[one], attended[one])
+        assert torch.equal(alone, together[one])

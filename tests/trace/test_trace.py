@@ -21,7 +21,7 @@ def trace() -> Trace:
     config = EngineConfig(block_size=4, num_blocks=8, chunk_size=5, top_k_recorded=3)
     with Engine(random_model(SHAPES["windowed"]), config) as engine:
         aborted = engine.submit(random_prompt(4), SamplingParams(max_tokens=3))
-        with engine.probe(layers=[1], names=("attention", "q", "k", "v", "output")):
+        with engine.probe(layers=[1], names=("attention", "q", "k", "v", "attended")):
             engine.step()
         engine.abort(aborted)
         params = SamplingParams(temperature=0.7, seed=2**62, max_tokens=9)

@@ -38,7 +38,7 @@ def naive_against_cached(comparison: CacheComparison) -> go.Figure:
     figure.update_yaxes(title_text="wall time of the token, ms", rangemode="tozero", tickformat=",")
     late_naive, late_cached = median(naive_s[-TAIL:]), median(cached_s[-TAIL:])
     title = (
-        f"By token {len(naive_s)}: {milliseconds(late_naive)} without a cache, "
-        f"{milliseconds(late_cached)} with one, {late_naive / late_cached:.1f} times"
+        f"The last {TAIL} tokens: {milliseconds(late_naive)} each without a cache, "
+        f"{milliseconds(late_cached)} with one (medians)"
     )
     return styled(figure, title, recorded_on(comparison.cached))

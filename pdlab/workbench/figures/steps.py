@@ -6,10 +6,12 @@ from statistics import median
 
 import plotly.graph_objects as go
 
+from pdlab.costmodel import Hardware
 from pdlab.trace.records import StepRecord
 from pdlab.trace.trace import Trace
-from pdlab.workbench.figures.style import milliseconds, recorded_on, styled
+from pdlab.workbench.figures.style import INK, milliseconds, recorded_on, styled
 from pdlab.workbench.palette import phase_color, stage_color
+from pdlab.workbench.roofline_data import stage_floors_s
 
 
 def step_timeline(trace: Trace) -> go.Figure:
@@ -32,8 +34,11 @@ def step_timeline(trace: Trace) -> go.Figure:
     return styled(figure, _cost_of_a_token(trace), recorded_on(trace))
 
 
-def stage_breakdown(trace: Trace, step: int) -> go.Figure:
+def stage_breakdown(trace: Trace, step: int, hardware: Hardware | None = None) -> go.Figure:
     """One bar a stage of one step, in milliseconds.
+
+    Args:
+        hardware: the machine's ceilings; marks what they predict for each of the model's stages.
 
     Raises:
         ValueError: the trace has no such step.
@@ -43,6 +48,7 @@ def stage_breakdown(trace: Trace, step: int) -> go.Figure:
     values = [s * 1e3 for s in stages.values()]
     figure = go.Figure(
         go.Bar(
+            name="recorded",
             y=list(stages),
             x=values,
             orientation="h",
@@ -53,6 +59,16 @@ def stage_breakdown(trace: Trace, step: int) -> go.Figure:
             hovertemplate="%{y}: %{x:.2f} ms<extra></extra>",
         )
     )
+    if hardware:
+        floors = stage_floors_s(trace, record, hardware)
+        figure.add_scatter(
+            name="predicted: its bytes or FLOPs at the machine's ceilings",
+            x=[floors[name] * 1e3 for name in stages if name in floors],
+            y=[name for name in stages if name in floors],
+            mode="markers",
+            marker={"symbol": "line-ns", "size": 22, "line": {"width": 4, "color": INK.text}},
+            hovertemplate="%{y}, at least: %{x:.2f} ms<extra></extra>",
+        )
     figure.update_yaxes(autorange="reversed")
     figure.update_xaxes(title_text="wall time, ms", range=[0, max(values, default=1) * 1.15])
     largest = max(stages, key=stages.__getitem__, default="nothing")

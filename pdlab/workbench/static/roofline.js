@@ -175,7 +175,7 @@ class Roofline {
     const [p, m] = [this.points[index], this.current];
     const counted = [
       ["phase", p.phase, null], ["tokens, requests", `${p.num_tokens}, ${p.num_requests}`, null],
-      ["FLOPs", quantity(p.flops), null], ["bytes moved", quantity(p.bytes, "B"), null],
+      ["FLOPs", quantity(p.flops), null], ["bytes, at least", quantity(p.bytes, "B"), null],
       ["FLOPs per byte", digits(p.flops / p.bytes), null],
     ];
     const home = [
@@ -185,7 +185,7 @@ class Roofline {
     ];
     const away = [
       [`time on ${m.name}`, duration(m.predicted_s[index]), "predicted"], ["time on this machine", duration(p.wall_s), "recorded"],
-      ["faster by", `${digits(p.wall_s / m.predicted_s[index])} ×`, "predicted"],
+      ["bound against this machine's bound", `${digits(this.machines[0].predicted_s[index] / m.predicted_s[index])} ×`, "predicted"],
     ];
     const ceilings = [["peak", quantity(m.peak_flops_s, "FLOP/s"), m.provenance], ["bandwidth", quantity(m.bandwidth_bytes_s, "B/s"), m.provenance]];
     const row = ([name, value, kind]) => [h("span.pd-muted", {}, [name]), h("span.pd-num", {}, [value]), kind ? provenanceTag(kind) : h("span")];

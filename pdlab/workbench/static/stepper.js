@@ -389,7 +389,7 @@ class StepperView {
       ["wall time", none ? "–" : duration(frame.wall_s)],
       ["tokens computed", none ? "–" : String(tokens)],
       ["FLOPs", none ? "–" : quantity(frame.flops)],
-      ["bytes moved", none ? "–" : quantity(frame.bytes, "B")],
+      ["bytes, at least", none ? "–" : quantity(frame.bytes, "B")],
       ["FLOPs per byte", none || !frame.bytes ? "–" : digits(frame.flops / frame.bytes)],
       ["KV used", none ? "–" : quantity(frame.kv_used_bytes, "B")],
       ["KV wasted", none ? "–" : quantity(frame.kv_wasted_bytes, "B")],
