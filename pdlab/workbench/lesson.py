@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ipywidgets as widgets  # type: ignore[import-untyped]
+from IPython.core.getipython import get_ipython
 from IPython.display import HTML, display
 
 from pdlab.workbench.palette import MEANING, UNKNOWN
@@ -159,7 +160,13 @@ def glossary(*terms: str) -> None:
 
 
 def progress(items: Iterable[T], label: str = "", total: int | None = None) -> Iterator[T]:
-    """Yield the items under a progress bar that leaves nothing behind in the saved notebook."""
+    """Yield the items under a progress bar that leaves nothing behind in the saved notebook.
+
+    Outside a notebook there is no bar.
+    """
+    if get_ipython() is None:
+        yield from items
+        return
     total = total if total is not None else len(items)  # type: ignore[arg-type]
     handle = display(HTML(_bar(label, 0, total)), display_id=True)
     shown_s = time.monotonic()

@@ -157,3 +157,14 @@ def test_unseeded_requests_differ_unless_the_engine_has_a_seed():
     assert first != second
     assert run(3) == run(3) != run(4)
     assert run(None) != run(None)
+
+
+def test_recorded_probabilities_are_those_of_the_draw():
+    logits = torch.randn(1, 20).expand(3, -1)
+    temperatures = (0.0, 0.5, 2.0)
+    row = [sequence(SamplingParams(temperature=t), seed=3) for t in temperatures]
+    for mine, temperature in zip(Sampler(20).sample(logits, row), temperatures, strict=True):
+        drawn_from = (logits[0] / (temperature or 1.0)).softmax(dim=-1)
+        assert mine.probability == pytest.approx(drawn_from[mine.token_id].item())
+        recorded = {c.token_id: c.probability for c in mine.top}
+        assert [recorded[i] for i in range(20)] == pytest.approx(drawn_from.tolist())

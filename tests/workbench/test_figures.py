@@ -4,12 +4,14 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from pdlab import Trace
+from pdlab import Model, Trace
 from pdlab.costmodel import Hardware
-from pdlab.workbench import figures
+from pdlab.workbench import decode_step_s, decode_sweep, figures
 from pdlab.workbench.attention_data import attention_matrix, pool
 from pdlab.workbench.figures.memory import kv_capacity_bytes
+from pdlab.workbench.figures.style import milliseconds
 from pdlab.workbench.palette import MEANING, phase_color
+from pdlab.workbench.roofline_data import stage_floors_s
 
 from .handmade import two_requests
 
@@ -130,6 +132,30 @@ def test_tpot_figures_show_the_decode_steps(recorded: Trace) -> None:
     assert list(batch.data[0].y) == list(context.data[0].y) == times
     assert list(batch.data[0].x) == [len(r.sequences) for r in steps]
     assert list(context.data[0].x) == [sum(s.end for s in r.sequences) for r in steps]
+
+
+def test_the_title_of_tpot_by_context_states_the_medians_of_both_ends(smollm2: Model) -> None:
+    trace = decode_sweep(smollm2, context_lens=[20, 40, 80], num_steps=4, repeats=1)
+    short_s, long_s = (decode_step_s(trace, context_len=n) for n in (20, 80))
+    title = figures.tpot_by_context(trace).layout.title.text
+    assert f"take {milliseconds(short_s)} at " in title
+    assert f"{milliseconds(long_s)} at " in title
+
+
+def test_predictions_stand_at_the_ceilings(recorded: Trace, hardware: Hardware) -> None:
+    """A decode step of SmolLM2 at 10 GB/s: its bytes over the bandwidth; each stage likewise."""
+    step = next(r for r in recorded.steps if r.phase == "decode")
+    seconds = step.total_bytes / hardware.bandwidth_bytes_s
+    predicted = by_name(figures.tpot_by_batch(recorded, hardware))
+    line = predicted["predicted, at the machine's ceilings"]
+    assert line.y[list(line.x).index(len(step.sequences))] == pytest.approx(seconds * 1e3, rel=0.02)
+    floors = stage_floors_s(recorded, step, hardware)
+    embedding_rows = 576 * 4 * step.num_tokens / hardware.bandwidth_bytes_s
+    assert sum(floors.values()) + embedding_rows == pytest.approx(seconds, rel=1e-3)
+    marks = figures.stage_breakdown(recorded, step.step, hardware).data[1]
+    assert dict(zip(marks.y, marks.x, strict=True)) == pytest.approx(
+        {name: floor * 1e3 for name, floor in floors.items()}
+    )
 
 
 def test_every_figure_has_a_message_a_source_and_large_type(

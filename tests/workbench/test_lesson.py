@@ -127,6 +127,12 @@ def test_progress_yields_everything_and_clears_itself(monkeypatch: pytest.Monkey
             self.shown = html.data
 
     handle = Handle()
+    monkeypatch.setattr(lesson, "get_ipython", object)
     monkeypatch.setattr(lesson, "display", lambda *_, **__: handle)
     assert list(progress(range(3), "prompts")) == [0, 1, 2]
     assert handle.shown == ""
+
+
+def test_progress_outside_a_notebook_just_yields(capsys: pytest.CaptureFixture) -> None:
+    assert list(progress(range(3), "prompts")) == [0, 1, 2]
+    assert capsys.readouterr().out == ""
