@@ -88,6 +88,8 @@ def run_prompt(walk: Walk) -> None:
 def _check_paths(walk: Walk) -> None:
     if walk.save and not walk.save.parent.is_dir():
         raise ValueError(f"save={str(walk.save)!r}: there is no directory {walk.save.parent}")
+    if walk.save and walk.save.is_dir():
+        raise ValueError(f"save={str(walk.save)!r} is a directory")
 
 
 def _tokenize(model: Model, walk: Walk) -> tuple[Stage, list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -16,7 +16,7 @@ from pdlab.models import Model
 
 Prompt = str | list[int] | list[dict[str, str]]
 """Text, token ids, or chat messages (`[{"role": "user", "content": "..."}]`)."""
-PromptList = Iterable[str] | Iterable[list[int]] | Iterable[Prompt]
+PromptList = Sequence[str] | Sequence[list[int]] | Sequence[Prompt]
 
 OWN_KV_FORMAT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -61,6 +61,7 @@ def tokenize(model: Model, prompt: Prompt) -> tuple[str, list[int]]:
     tokenizer = model.tokenizer
     if isinstance(prompt, list) and all(_is_int(t) for t in prompt):
         ids = cast(list[int], list(prompt))
+        check_vocabulary(model, ids)
         return (tokenizer.decode(ids) if tokenizer else ""), ids
     is_chat = isinstance(prompt, list) and all(isinstance(m, dict) for m in prompt)
     if not is_chat and not isinstance(prompt, str):
@@ -71,6 +72,14 @@ def tokenize(model: Model, prompt: Prompt) -> tuple[str, list[int]]:
         tokenizer.render_chat(cast(list[dict[str, str]], prompt)) if is_chat else cast(str, prompt)
     )
     return text, tokenizer.encode(text)
+
+
+def check_vocabulary(model: Model, token_ids: list[int]) -> None:
+    """Raise a ValueError for a token id that the model has no embedding for."""
+    vocab_size = model.config.vocab_size
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"prompt has token id {token_id}, vocab_size is {vocab_size}")
 
 
 def check_fits(
@@ -90,10 +99,7 @@ def check_fits(
     """
     if not prompt_ids:
         raise ValueError("prompt is empty: it needs at least 1 token")
-    vocab_size = model.config.vocab_size
-    for token_id in prompt_ids:
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(f"prompt has token id {token_id}, vocab_size is {vocab_size}")
+    check_vocabulary(model, prompt_ids)
     num_prompt, limit = len(prompt_ids), longest(config)
     if num_prompt > limit:
         raise ValueError(f"prompt has {num_prompt} tokens, max_model_len is {limit}")
@@ -107,11 +113,21 @@ def check_fits(
         )
 
 
-def is_one_prompt(prompts: object) -> bool:
-    """Text, a list of token ids, or a list of chat messages; not a list of these."""
-    if isinstance(prompts, str):
-        return True
-    return bool(prompts) and isinstance(prompts, list) and isinstance(prompts[0], int | dict)
+def as_prompts(prompts: object) -> tuple[list[Prompt], bool]:
+    """The prompts as a list, and whether it was one alone: text, token ids, or one conversation.
+
+    Raises:
+        ValueError: it is none of these, and no list of them.
+    """
+    if isinstance(prompts, tuple):
+        prompts = list(prompts)
+    if not isinstance(prompts, str | list):
+        raise ValueError(
+            "prompts must be text, a list of token ids, a list of chat messages, or a list of "
+            f"these, not {type(prompts).__name__}"
+        )
+    alone = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int | dict))
+    return cast(list[Prompt], [prompts] if alone else list(prompts)), alone
 
 
 def refused(prompt: Prompt, error: ValueError) -> RequestOutput:

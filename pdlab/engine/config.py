@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -93,8 +92,10 @@ class SamplingParams:
         number = isinstance(self.temperature, int | float) and not isinstance(
             self.temperature, bool
         )
-        if not number or not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature!r} must be a finite number >= 0")
+        if not number or not 0 <= self.temperature <= MAX_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature!r:.60} must be a number from 0 to {MAX_TEMPERATURE}"
+            )
         require_int("max_tokens", self.max_tokens, least=1)
         require_bool("ignore_eos", self.ignore_eos)
         if self.seed is not None:
@@ -108,6 +109,8 @@ class SamplingParams:
         return asdict(self)
 
 
+MAX_TEMPERATURE = 1000
+"""Beyond this every token is as likely as any other."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this choose the most probable token: the difference could not be seen."""
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 import time
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Several
 from contextlib import contextmanager
-from typing import cast
 
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -19,12 +20,14 @@ from pdlab.attention import BACKENDS
 from pdlab.engine import admission
 from pdlab.engine.admission import Prompt, PromptList
 from pdlab.engine.config import EngineConfig, SamplingParams
+from pdlab.engine.exactness import check_rows_are_alike
+from pdlab.engine.interrupts import undisturbed
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.engine.output import Chunk, Detokenizer, RequestOutput
 from pdlab.engine.probe import Probe
 from pdlab.engine.recorder import Recorder
 from pdlab.engine.request import Request
-from pdlab.engine.runner import ModelRunner, Runner, StepOutput
+from pdlab.engine.runner import EXACT_ROW_TILE, ModelRunner, Runner, StepOutput
 from pdlab.engine.sampler import Sampler
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
 from pdlab.engine.sequence import Sequence
@@ -49,6 +52,8 @@ class Engine:
 
     def __init__(self, model: Model, config: EngineConfig | None = None):
         config = admission.resolve(model, config or EngineConfig())
+        if config.exact:
+            check_rows_are_alike(model, EXACT_ROW_TILE)
         self.model = model
         self.config = config
         kv_cache = PagedKVCache(
@@ -80,20 +85,34 @@ class Engine:
         self._step = 0
         self._freed_by_abort: list[int] = []
         self._epoch = time.perf_counter()
+        self._lock = threading.RLock()
 
     # --- the loop -----------------------------------------------------------------------------
 
     def step(self) -> StepRecord | None:
-        """Run one batch; None when there is nothing to do."""
-        self._require_open()
-        if not self.scheduler.has_work:
-            return None
-        start_s = self._now()
-        clock = StageClock(self.model.decoder.device)
-        batch = self.scheduler.schedule()
-        assert batch.scheduled, "there is work, and nothing of it was scheduled"
-        clock.lap("schedule")
-        output = self.runner.run(batch, clock, self._step)
+        """Run one batch; None when there is nothing to do.
+
+        Interrupted (Ctrl-C) while the model computes, nothing of the batch has happened, and the
+        next step computes it again. Other threads wait.
+        """
+        with self._lock:
+            self._require_open()
+            if not self.scheduler.has_work:
+                return None
+            start_s = self._now()
+            clock = StageClock(self.model.decoder.device)
+            with undisturbed():
+                batch = self.scheduler.schedule()
+            assert batch.scheduled, "there is work, and nothing of it was scheduled"
+            clock.lap("schedule")
+            output = self.runner.run(batch, clock, self._step)
+            with undisturbed():
+                return self._book(batch, output, clock, start_s)
+
+    def _book(
+        self, batch: ScheduledBatch, output: StepOutput, clock: StageClock, start_s: float
+    ) -> StepRecord:
+        """Make what the runner computed part of the sequences, the requests and the trace."""
         self.scheduler.update(batch, [s.token_id if s else None for s in output.sampled])
         residents = self._recorder.residents(self.scheduler)
         texts, freed = self._deliver(batch, output, start_s)
@@ -155,12 +174,16 @@ class Engine:
         Raises:
             ValueError: the prompt is empty, too long, or can never fit into the KV pool.
         """
-        self._require_open()
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={params!r} must be SamplingParams")
+            raise ValueError(f"params={params!r:.60} must be SamplingParams")
         text, prompt_ids = admission.tokenize(self.model, prompt)
         admission.check_fits(self.model, self.config, prompt_ids, params)
+        with self._lock, undisturbed():
+            return self._queue(text, prompt_ids, params)
+
+    def _queue(self, text: str, prompt_ids: list[int], params: SamplingParams) -> str:
+        self._require_open()
         sequence = Sequence(
             request_id=f"r{next(self._names)}",
             prompt_ids=prompt_ids,
@@ -176,11 +199,13 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request now and free its blocks; one that has finished or is gone stays so."""
-        request = self.requests.get(request_id)
-        if request is None or request.finished:
-            return
-        self._freed_by_abort += self.scheduler.finish(request.sequence, "abort")
-        request.close()
+        with self._lock, undisturbed():
+            request = self.requests.get(request_id)
+            if request is None or request.finished:
+                return
+            self._freed_by_abort += self.scheduler.finish(request.sequence, "abort")
+            request.close()
+            self._recorder.add_abort(request_id, self._now())
 
     def collect(self, request_id: str) -> RequestOutput:
         """A finished request's output; the engine forgets the request.
@@ -199,7 +224,7 @@ class Engine:
     def generate(
         self,
         prompts: Prompt | PromptList,
-        params: SamplingParams | list[SamplingParams] | None = None,
+        params: SamplingParams | Several[SamplingParams] | None = None,
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
@@ -208,9 +233,8 @@ class Engine:
         A prompt that is refused does not stop the others: its output has `finish_reason` "error"
         and the ValueError under `error`. A prompt given alone, not in a list, raises it instead.
         """
-        alone = admission.is_one_prompt(prompts)
-        batch = cast(list[Prompt], [prompts] if alone else list(prompts))
-        all_params = params if isinstance(params, list) else [params] * len(batch)
+        batch, alone = admission.as_prompts(prompts)
+        all_params = params if isinstance(params, list | tuple) else [params] * len(batch)
         if len(all_params) != len(batch):
             raise ValueError(f"params has {len(all_params)} entries for {len(batch)} prompts")
         ids: list[str | RequestOutput] = []
@@ -289,6 +313,8 @@ class Engine:
             ValueError: there is no such layer, head or tensor.
         """
         self._require_open()
+        if not self.config.record_trace:
+            raise ValueError("record_trace=False: a probe has no trace to keep its captures in")
         runner = self.runner
         assert isinstance(runner, ModelRunner)
         previous = runner.probe
@@ -304,6 +330,8 @@ class Engine:
         Returns [2, num_layers, num_computed_tokens, num_kv_heads, head_dim].
         """
         self._require_open()
+        if request_id not in self.requests:
+            raise ValueError(f"request_id={request_id!r} is unknown or was collected before")
         sequence = self.requests[request_id].sequence
         assert self.kv_cache is not None
         return self.kv_cache.read(sequence.block_table, sequence.num_computed_tokens)

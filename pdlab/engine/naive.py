@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pdlab.attention import AttentionBackend, ExactAttention, FusedAttention
 from pdlab.costmodel import StepCost, dense_step_cost
+from pdlab.engine.admission import check_vocabulary
 from pdlab.engine.config import SamplingParams
 from pdlab.engine.runner import EXACT_ROW_TILE
 from pdlab.engine.sampler import Sampler
@@ -42,6 +43,8 @@ class NaiveGenerator:
     """
 
     def __init__(self, model: Model, *, exact: bool = False):
+        if exact and model.decoder.dtype is not torch.float32:
+            raise ValueError(f"exact=True needs a model in fp32, not {model.decoder.dtype}")
         self.model = model
         self._attention: AttentionBackend = ExactAttention() if exact else FusedAttention()
         self._row_tile = EXACT_ROW_TILE if exact else None
@@ -70,12 +73,13 @@ class NaiveGenerator:
             track: given the range of tokens to make; may show progress as it is walked through.
 
         Raises:
-            ValueError: the prompt is empty, or the text would outgrow the model's positions.
+            ValueError: the prompt is empty, too long, or has unknown token ids.
         """
         params = params or SamplingParams()
         limit = self.model.config.max_model_len
         if not 0 < len(prompt_ids) <= limit:
             raise ValueError(f"prompt has {len(prompt_ids)} tokens, it must have 1 to {limit}")
+        check_vocabulary(self.model, prompt_ids)
         seed = seed if params.seed is None else params.seed
         sequence = Sequence("naive", prompt_ids, params, seed)
         output = NaiveOutput()

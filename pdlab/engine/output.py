@@ -56,6 +56,8 @@ class Detokenizer:
         if self.tokenizer.is_byte_level:
             return self._utf8.decode(self.tokenizer.token_bytes(token_id) or b"")
         self._ids.append(token_id)
+        if self.tokenizer.is_byte_fallback(token_id):  # its run of bytes may still change meaning
+            return ""
         return self._advance(hold_back=True)
 
     def flush(self) -> str:

@@ -56,6 +56,10 @@ class Recorder:
             arrival_s=request.metrics.arrival_s,
         )
 
+    def add_abort(self, request_id: str, time_s: float) -> None:
+        if self._config.record_trace:
+            self.trace.aborted[request_id] = time_s
+
     def residents(self, scheduler: Scheduler) -> list[Resident]:
         """Who holds blocks right now."""
         return [

@@ -7,6 +7,8 @@ sequence position p  ->  block_table[p // block_size] * block_size + p % block_s
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,9 @@ class PagedKVCache:
 
     Args:
         kv_format: `fp32`, `fp16` or `bf16`; what is read is converted to the dtype of the queries.
+
+    Raises:
+        ValueError: there is not enough memory.
     """
 
     def __init__(
@@ -32,7 +37,15 @@ class PagedKVCache:
     ):
         self.block_size = block_size
         shape = (2, config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.storage = torch.zeros(shape, dtype=KV_DTYPES[kv_format], device=device)
+        dtype = KV_DTYPES[kv_format]
+        try:
+            self.storage = torch.zeros(shape, dtype=dtype, device=device)
+        except (RuntimeError, TypeError, MemoryError) as error:
+            raise ValueError(
+                f"num_blocks={num_blocks} of block_size={block_size} tokens need "
+                f"{math.prod(shape) * dtype.itemsize / 2**30:,.1f} GiB of KV memory, "
+                f"which {device} does not have"
+            ) from error
 
     @property
     def bytes_per_token(self) -> int:

@@ -29,7 +29,8 @@ def render_chat(template: str, messages: Sequence[Message], variables: Mapping[s
         variables: further names the template may read: `add_generation_prompt`, `bos_token`, ...
 
     Raises:
-        ValueError: a message is no mapping with a role, or the template refuses the conversation.
+        ValueError: a message is no mapping with a role, its content is not text, or the template
+            refuses the conversation.
     """
     import jinja2
 
@@ -43,6 +44,11 @@ def render_chat(template: str, messages: Sequence[Message], variables: Mapping[s
 def _plain_message(index: int, message: Message) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"messages[{index}]={message!r} is not a mapping with a 'role'")
+    content = message.get("content")
+    if content is not None and not isinstance(content, str):
+        raise ValueError(
+            f"messages[{index}]: content is a {type(content).__name__}; only text is supported"
+        )
     try:
         plain = json.loads(json.dumps(dict(message)))
     except TypeError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from os import PathLike, fspath
 from pathlib import Path
 
 import torch
@@ -56,7 +57,7 @@ class Model:
 
 
 def load(
-    name: str = catalog.DEFAULT_MODEL,
+    name: str | PathLike[str] = catalog.DEFAULT_MODEL,
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | str | None = None,
@@ -74,6 +75,9 @@ def load(
         ValueError: the name, device or dtype is unknown, or the model needs what is not supported.
         FetchError: the model has to be fetched and cannot be.
     """
+    if not isinstance(name, str | PathLike):
+        raise ValueError(f"name={name!r} must be a name or a path")
+    name = fspath(name)
     target = _device(device)
     kind = _dtype(dtype, target)
     if name == catalog.DEFAULT_MODEL:
@@ -161,6 +165,8 @@ def _device(device: str | torch.device) -> torch.device:
         found = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is not a device: {error}") from error
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(device)!r} is not supported; use cpu or cuda")
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={str(device)!r}, but torch finds no CUDA GPU here")
     return found

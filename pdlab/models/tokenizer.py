@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,9 @@ from pdlab.models.chat import Message, render_chat
 
 if TYPE_CHECKING:
     import tokenizers
+
+
+BYTE_FALLBACK = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
@@ -32,6 +36,8 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: Sequence[int] = (),
     ):
+        backend.no_truncation()  # a saved tokenizer may hold settings of its training
+        backend.no_padding()
         self.backend = backend
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})
@@ -42,7 +48,14 @@ class Tokenizer:
 
         A byte that the vocabulary lacks is dropped, as the model's own tokenizer drops it: SmolLM2
         has no token for six control characters.
+
+        Raises:
+            ValueError: the text holds half of a surrogate pair, which is no character.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text is not valid Unicode: {error}") from error
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
@@ -80,16 +93,21 @@ class Tokenizer:
         A special token stands for its own name. The bytes of one token need not be valid UTF-8:
         byte-level BPE may cut a character in two.
         """
-        token = self.backend.id_to_token(token_id) if token_id >= 0 else None
+        token = self.backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         if token is None:
             return None
         if token_id in self._added_ids:
             return token.encode()
         if self.is_byte_level:
             return _byte_level_bytes(token)
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])  # SentencePiece's byte fallback
+        if self.is_byte_fallback(token_id):
+            return bytes([int(token[3:5], 16)])
         return token.replace("▁", " ").encode()
+
+    def is_byte_fallback(self, token_id: int) -> bool:
+        """Whether this is one of SentencePiece's tokens for a single byte, `<0x00>` to `<0xFF>`."""
+        token = self.backend.id_to_token(token_id) or ""
+        return not self.is_byte_level and BYTE_FALLBACK.fullmatch(token) is not None
 
     def token_text(self, token_id: int) -> str:
         """What to show for a token: its text, or its bytes as `<E6 88>` if they are no text."""

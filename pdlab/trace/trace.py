@@ -23,6 +23,8 @@ from pdlab.trace.records import (
 )
 
 TRACE_VERSION = 1
+PLAIN = ("machine", "model", "engine", "tokens", "aborted")
+"""Fields that are JSON as they stand."""
 
 
 @dataclass
@@ -41,6 +43,8 @@ class Trace:
     """The fields of EngineConfig, and kv_bytes_per_token."""
     tokens: dict[int, str] = field(default_factory=dict)
     requests: dict[str, RequestRecord] = field(default_factory=dict)
+    aborted: dict[str, float] = field(default_factory=dict)
+    """Requests ended by their caller, and when, in seconds since the engine was made."""
     steps: list[StepRecord] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
 
@@ -71,7 +75,7 @@ class Trace:
         data = Path(path).read_bytes()
         try:
             raw = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-        except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        except (ValueError, RecursionError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path} is not a pdlab trace: {error}") from error
         version = raw.get("version") if isinstance(raw, dict) else None
         if version != TRACE_VERSION:
@@ -82,7 +86,7 @@ class Trace:
             raise ValueError(f"{path} is a damaged pdlab trace: {error!r}") from error
 
     def _to_json(self) -> dict[str, Any]:
-        raw = {name: getattr(self, name) for name in ("machine", "model", "engine", "tokens")}
+        raw = {name: getattr(self, name) for name in PLAIN}
         raw["version"] = TRACE_VERSION
         raw["requests"] = [asdict(r) for r in self.requests.values()]
         raw["steps"] = [asdict(s) for s in self.steps]
@@ -96,6 +100,7 @@ class Trace:
             model=raw["model"],
             engine=raw["engine"],
             tokens={int(k): v for k, v in raw["tokens"].items()},
+            aborted=raw["aborted"],
             requests={r["request_id"]: RequestRecord(**r) for r in raw["requests"]},
             steps=[_step(s) for s in raw["steps"]],
             captures=[Capture(**c | {"array": _unpack(c["array"])}) for c in raw["captures"]],

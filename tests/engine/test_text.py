@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
+import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdlab import Engine, EngineConfig, Model, SamplingParams
 from pdlab.engine.fake import FakeRunner, expected_tokens
 from pdlab.engine.output import Detokenizer
+from pdlab.models import Tokenizer
 from tests.helpers import random_model
 
 CUT_TEXTS = [
@@ -182,3 +185,31 @@ def test_a_stream_that_is_dropped_is_closed(smollm2):
 def test_a_stream_of_a_bad_prompt_is_refused_before_it_is_read(smollm2):
     with speaking(smollm2) as engine, pytest.raises(ValueError, match="prompt is empty"):
         engine.stream("")
+
+
+def sentencepiece_like() -> Tokenizer:
+    """A vocabulary of words, and a token for every byte: as Llama 2 and Mistral have."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "▁b", "c", "世"]
+    vocab = {word: i for i, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+        ]
+    )
+    return Tokenizer(backend)
+
+
+def test_joined_chunks_are_the_text_with_byte_fallback_too() -> None:
+    tokenizer = sentencepiece_like()
+    draw = random.Random(0)
+    interesting = [*range(257, 261), *(1 + byte for byte in "我😀é".encode()), 1 + 0xE6, 1 + 0x88]
+    for _ in range(500):
+        ids = draw.choices(interesting, k=draw.randrange(1, 12))
+        detokenizer = Detokenizer(tokenizer)
+        pieces = [detokenizer.add(i) for i in ids] + [detokenizer.flush()]
+        assert "".join(pieces) == tokenizer.decode(ids), ids
