@@ -19,7 +19,7 @@
 import pdlab
 from pdlab import workbench as wb
 
-wb.glossary("token", "prefill", "causal mask", "TTFT", "MFU", "arithmetic intensity", "GQA")
+wb.glossary("prefill", "query, key, value", "causal mask", "TTFT", "MFU", "compute-bound", "GQA")
 
 # %%
 model = pdlab.load("smollm2-135m")
@@ -38,7 +38,13 @@ guess.predict("How many tokens are the four characters of 我是谁？", key="to
 # %%
 text = "我是谁？"
 ids = model.tokenizer.encode(text)
-guess.compare("tokens", len(ids), "tokens", note="Twelve bytes of UTF-8, three for each character.")
+guess.compare(
+    "tokens",
+    len(ids),
+    "tokens",
+    kind="counted",
+    note="Twelve bytes of UTF-8, three for each character.",
+)
 wb.token_table(model.tokenizer, text)
 
 # %% [markdown]
@@ -68,13 +74,14 @@ guess.predict(
 at_once = wb.prefill_sweep(model, [96], repeats=3)
 one_by_one = wb.prefill_sweep(model, [96], repeats=1, chunk_size=1)
 fast_s, slow_s = wb.median_ttft_s(at_once), wb.median_ttft_s(one_by_one)
-print(f"96 tokens in {len(at_once.steps) // 3} step:    {fast_s * 1e3:7.0f} ms   measured")
-print(f"96 tokens in {len(one_by_one.steps)} steps:  {slow_s * 1e3:7.0f} ms   measured")
+print(f"96 tokens in one step   {fast_s * 1e3:7.0f} ms   measured")
+print(f"96 tokens in 96 steps   {slow_s * 1e3:7.0f} ms   measured")
 guess.compare("loop", slow_s / fast_s, "times")
 
 # %% [markdown]
-# And the result? In **exact mode** the engine promises that how a prompt is cut changes nothing. Not
-# "nearly nothing": every byte of the KV cache must be the same.
+# And the result? Ordinarily a sum may round differently when it is computed in another shape. In
+# **exact mode** the order of all additions is fixed (it is slower), and the engine promises that how a
+# prompt is cut changes nothing: not "nearly nothing", but no bit of the KV cache. Here with a sentence:
 
 # %%
 import torch
@@ -97,8 +104,7 @@ print("bit for bit the same:", torch.equal(whole, looped))
 # score matrix keeps its lower triangle. Below are attention weights of this prompt. The row is the
 # token that looks, the column the token it looks at.
 #
-# The weights were **recomputed by the reference path** from the engine's own q and cached K: a fused
-# attention kernel never has them in one place, which is why it is fast.
+# (As before, a probe recomputed them from the engine's own queries and cached keys.)
 
 # %%
 engine = pdlab.Engine(model)

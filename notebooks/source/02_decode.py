@@ -11,7 +11,7 @@
 # what sets the pace?
 #
 # You will measure generation without a KV cache, see exactly what the cache saves, find what a
-# decode step waits for, and learn the one trick that makes decoding cheap: company.
+# decode step waits for, and learn the one trick that makes decoding cheap: batching.
 #
 # *About 25 minutes. Before this: [01 Prefill](01_prefill.ipynb).*
 
@@ -19,7 +19,7 @@
 import pdlab
 from pdlab import workbench as wb
 
-wb.glossary("decode", "KV cache", "TPOT", "ITL", "MBU", "batch", "throughput")
+wb.glossary("decode", "KV cache", "TPOT", "ITL", "MBU", "memory-bound", "batch", "throughput")
 
 # %%
 model = pdlab.load("smollm2-135m")
@@ -174,7 +174,7 @@ print(f"at 1,024 tokens a step fetches {weights / 1e6:.0f} MB of weights, {kv / 
 # dashed line of the bytes: here the blocks of a context are copied together before attention reads
 # them, and read slowly. A kernel that reads blocks in place is a later lesson's subject.
 #
-# ## 5. Company makes it cheap
+# ## 5. Batching makes it cheap
 #
 # Fetching a weight for one sequence costs as much as fetching it for eight. If eight sequences decode
 # in the same step, each weight is used eight times per fetch. What happens to the time of a step, and
@@ -216,6 +216,10 @@ view.selected = len(view.points) - 1  # the last step: a decode of 16
 view
 
 # %% [markdown]
+# At a batch of 16 the step comes close to the ridge of this processor, or has crossed it. On a GPU the
+# ridge lies far to the right: exercise 2 finds out how far. (The squares on the right are the prefills
+# of these runs.)
+#
 # ## Exercises
 #
 # **1. When KV weighs as much as the weights.** At which context length does one decode step (batch 1)
