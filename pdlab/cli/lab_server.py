@@ -27,6 +27,9 @@ LAB_SETTINGS = {
 }
 """Defaults only: what a user sets in JupyterLab goes before them."""
 
+SAVE_HOOK = "pdlab.workbench.notebooks.strip_before_save"
+"""Keeps dead widgets out of the notebooks that a reader saves."""
+
 
 def open_lab(port: int, *, browser: bool) -> None:
     """Fetch the default model if need be, and serve the lessons until the user stops it.
@@ -44,7 +47,7 @@ def open_lab(port: int, *, browser: bool) -> None:
     from jupyterlab.labapp import LabApp
 
     with tempfile.TemporaryDirectory(prefix="pdlab-lab-") as settings:
-        (Path(settings) / "overrides.json").write_text(json.dumps(LAB_SETTINGS))
+        write_settings(Path(settings))
         LabApp.launch_instance(
             argv=server_arguments(
                 folder, lesson, settings_folder=Path(settings), port=port, browser=browser
@@ -83,6 +86,11 @@ def first_lesson(folder: Path) -> str:
     return names[0]
 
 
+def write_settings(folder: Path) -> None:
+    """Write LAB_SETTINGS where a JupyterLab with this settings folder reads them."""
+    (folder / "overrides.json").write_text(json.dumps(LAB_SETTINGS))
+
+
 def server_arguments(
     folder: Path, lesson: str, *, settings_folder: Path, port: int, browser: bool
 ) -> list[str]:
@@ -94,6 +102,7 @@ def server_arguments(
         f"--ServerApp.open_browser={browser}",
         f"--LabApp.default_url=/lab/tree/{lesson}",
         f"--LabApp.app_settings_dir={settings_folder}",
+        f"--FileContentsManager.pre_save_hook={SAVE_HOOK}",
         "--LabApp.news_url=None",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     ]

@@ -13,6 +13,7 @@ import ipywidgets as widgets  # type: ignore[import-untyped]
 from IPython.core.getipython import get_ipython
 from IPython.display import HTML, display
 
+from pdlab.workbench.fallback import CARD, fallback_card
 from pdlab.workbench.palette import MEANING, UNKNOWN
 
 T = TypeVar("T")
@@ -20,7 +21,6 @@ Value = float | str
 
 GLOSSARY = Path(__file__).parent / "static" / "glossary.json"
 REFRESH_S = 0.1
-CARD = "border-left:4px solid {color};padding:6px 14px;font-size:14px;line-height:1.6"
 
 
 class Predictions:
@@ -103,9 +103,12 @@ class PredictionControl(widgets.VBox):
         known = self._store.get(self._key)
         return widgets.Text(
             value="" if known is None else f"{known:g}",
-            placeholder=f"a number, in {self._unit}" if self._unit else "a number",
+            placeholder=self._number_wanted(),
             continuous_update=False,
         )
+
+    def _number_wanted(self) -> str:
+        return f"a number, in {self._unit}" if self._unit else "a number"
 
     def _record(self, change: Any) -> None:
         value = change["new"]
@@ -130,9 +133,9 @@ class PredictionControl(widgets.VBox):
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         data = dict(super()._repr_mimebundle_(**kwargs))
-        answers = " / ".join(self._options) or f"a number, in {self._unit}"
+        answers = " / ".join(self._options) or self._number_wanted()
         data["text/plain"] = f"{self._question} ({answers})"
-        data["text/html"] = f"<b>{html.escape(self._question)}</b><br>{html.escape(answers)}"
+        data["text/html"] = fallback_card(self._question, answers)
         return data
 
 

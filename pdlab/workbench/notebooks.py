@@ -14,8 +14,11 @@ import re
 import sys
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import nbformat
+
+from pdlab.workbench.fallback import NOT_LIVE
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 MAX_NOTEBOOK_BYTES = 1_000_000
@@ -23,7 +26,6 @@ SOURCES = Path("notebooks/source")
 SOLUTION = re.compile(r"^([ \t]*)# BEGIN SOLUTION\n.*?^[ \t]*# END SOLUTION$", re.M | re.S)
 TO_DO = r'\1raise NotImplementedError("your code here")'
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
-NOT_LIVE = "[interactive: run this cell]"
 
 
 def build_notebook(source: str | PathLike[str], *, solved: bool = False) -> nbformat.NotebookNode:
@@ -71,6 +73,7 @@ def execute_notebook(
     )
     client.execute(env=os.environ | {"PDLAB_PICTURES": "1"})
     strip_widgets(notebook)
+    notebook.metadata["language_info"] = {"name": "python"}
     target = Path(out) if out else path
     text = nbformat.writes(notebook)
     if len(text.encode()) > MAX_NOTEBOOK_BYTES:
@@ -79,15 +82,24 @@ def execute_notebook(
     return target
 
 
-def strip_widgets(notebook: nbformat.NotebookNode) -> None:
+def strip_widgets(notebook: dict[str, Any]) -> None:
     """Remove widget views and widget state in place; the static part of each output stays."""
-    for cell in notebook.cells:
+    for cell in notebook["cells"]:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if data.pop(WIDGET_VIEW, None) is not None and not data:
                 data["text/plain"] = NOT_LIVE
-    notebook.metadata.pop("widgets", None)
-    notebook.metadata["language_info"] = {"name": "python"}
+    notebook["metadata"].pop("widgets", None)
+
+
+def strip_before_save(model: dict[str, Any], **_: Any) -> None:
+    """A `pre_save_hook` of Jupyter's FileContentsManager: `strip_widgets` on every notebook saved.
+
+    The state behind a widget view ends with the kernel, so a saved view could only be an error
+    message when the notebook is opened again. The page that is open keeps its live widgets.
+    """
+    if model.get("type") == "notebook" and (model.get("content") or {}).get("nbformat") == 4:
+        strip_widgets(model["content"])
 
 
 def main(names: list[str]) -> None:

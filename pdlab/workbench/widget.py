@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import anywidget
 
 from pdlab.trace.trace import Trace
+from pdlab.workbench.fallback import fallback_card
 from pdlab.workbench.palette import css_variables
 from pdlab.workbench.picture import pictures_wanted, widget_png
 
@@ -53,13 +54,18 @@ class TraceWidget(anywidget.AnyWidget):
         return widget_png(self, width)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The live view, a line of text, and (PDLAB_PICTURES=1) a picture for saved notebooks."""
+        """The live view and a line of text; for saved notebooks a card, or a picture if wanted.
+
+        JupyterLab would show a card rather than a picture, so an output has one of the two.
+        """
         bundle = super()._repr_mimebundle_(**kwargs)
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
         data = {**data, "text/plain": self.summary()}
         picture = self.png() if pictures_wanted() else None
         if picture is not None:
             data["image/png"] = base64.b64encode(picture).decode("ascii")
+        else:
+            data["text/html"] = fallback_card(self.summary())
         return data, metadata
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from pdlab.cli.lab_server import server_arguments, write_settings
 from pdlab.workbench.picture import FLAGS, find_browser
 
 HELP = (
@@ -36,11 +37,10 @@ KERNEL_IDLE = """() => {
   return session?.isReady && kernel?.connectionStatus === 'connected' && kernel?.status === 'idle';
 }"""
 SETTINGS = {
-    "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
-    "@jupyter-widgets/jupyterlab-manager/plugin": {"saveState": False},
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
     "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
 }
+"""Beyond those of `pdlab lab`: every cell is drawn, and nothing is saved unasked."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,6 +68,7 @@ class Lab:
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A JupyterLab on a free port, with its own settings, stopped at the end."""
     folder, config = tmp_path_factory.mktemp("lab"), tmp_path_factory.mktemp("lab-config")
+    write_settings(config)
     _write_settings(config / "lab-settings")
     lab = Lab(f"http://127.0.0.1:{_free_port()}", secrets.token_hex(16), folder)
     server = _start_server(lab, config)
@@ -106,7 +107,7 @@ def page(browser) -> Iterator:
 
 def open_and_run(page, lab: Lab, notebook: str) -> None:
     """Open a notebook of the lab's folder, wait for its kernel, and run all cells."""
-    page.goto(lab.address(notebook))
+    page.goto(lab.address(notebook), wait_until="domcontentloaded")
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=120_000)
     page.wait_for_function(KERNEL_IDLE, timeout=90_000)
     page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells') }")
@@ -143,16 +144,11 @@ def _start_server(lab: Lab, config: Path) -> subprocess.Popen:
         "JUPYTERLAB_SETTINGS_DIR": str(config / "lab-settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(config / "workspaces"),
     }
+    port = int(lab.url.rsplit(":", 1)[1])
     options = [
-        "--no-browser",
-        "--allow-root",
-        "--ip=127.0.0.1",
-        f"--port={lab.url.rsplit(':', 1)[1]}",
-        "--ServerApp.port_retries=0",
+        *server_arguments(lab.folder, "", settings_folder=config, port=port, browser=False),
+        "--ServerApp.ip=127.0.0.1",
         f"--IdentityProvider.token={lab.token}",
-        f"--ServerApp.root_dir={lab.folder}",
-        "--LabApp.news_url=None",
-        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.expose_app_in_browser=True",
     ]
     return subprocess.Popen(

@@ -25,6 +25,7 @@ CELLS = [
     "params = pdlab.SamplingParams(max_tokens=2, ignore_eos=True)\n"
     "live = wb.Stepper.live_run(engine, 'One, two,', params)\nlive",
     "wb.show(wb.figures.step_timeline(trace))\nwb.show(wb.figures.kv_occupancy(trace))",
+    "@wb.check('the end')\ndef _(): pass",
 ]
 RESPONSE_MS = """async (slider) => {
   const root = slider.closest('.pdlab');
@@ -67,7 +68,7 @@ def notebook(lab: Lab, smollm2: Model) -> str:
 def running(page, lab: Lab, notebook: str):
     """The notebook open, run, and all of its widgets shown."""
     open_and_run(page, lab, notebook)
-    page.wait_for_selector(".pd-roofline[data-shown]", timeout=120_000)
+    page.wait_for_selector(".pd-roofline[data-shown]", timeout=60_000)
     page.wait_for_selector(".js-plotly-plot .gtitle", timeout=60_000)
     return page
 
@@ -83,6 +84,21 @@ def test_widgets_and_figures_react(running, capsys: pytest.CaptureFixture) -> No
     for theme in ("dark", "light"):
         theme_is_followed(running, theme)
     narrow_page_fits(running)
+
+
+def test_saved_notebook_shows_cards_when_opened_again(running, lab: Lab, notebook: str) -> None:
+    running.get_by_text("✓ the end").wait_for(timeout=120_000)
+    running.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+    views = running.locator(".pd-stepper, .pd-attention, .pd-roofline").count()
+    assert views == 4  # what is open stays live
+    running.goto(lab.address(notebook))
+    running.get_by_text("run this cell to make it live").first.wait_for(timeout=120_000)
+    assert running.get_by_text("Error displaying widget").count() == 0
+    assert running.locator(".pdlab").count() == 0
+    cards = running.locator(".jp-RenderedHTML:has-text('run this cell to make it live')")
+    assert cards.count() == views + 1
+    assert running.get_by_text("Stepper, request r0").count() == 2
+    screenshot(running, "saved-notebook")
 
 
 def stepper_answers_the_keyboard(page) -> None:

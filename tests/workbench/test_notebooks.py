@@ -51,6 +51,22 @@ def test_no_widget_view_or_state_is_stored(executed: Path) -> None:
     assert "widget-state" not in text
 
 
+def test_saving_drops_widget_views_and_keeps_the_rest() -> None:
+    view = {notebooks.WIDGET_VIEW: {"model_id": "gone"}}
+    outputs = [{"data": view | {"text/html": "a card"}}, {"data": dict(view)}, {"text": "printed"}]
+    content = {
+        "nbformat": 4,
+        "cells": [{"cell_type": "code", "outputs": outputs}, {"cell_type": "markdown"}],
+        "metadata": {"widgets": {}, "kernelspec": {"name": "python3"}},
+    }
+    notebooks.strip_before_save(model={"type": "notebook", "content": content}, path="a.ipynb")
+    assert outputs[0]["data"] == {"text/html": "a card"}
+    assert outputs[1]["data"] == {"text/plain": notebooks.NOT_LIVE}
+    assert content["metadata"] == {"kernelspec": {"name": "python3"}}
+    notebooks.strip_before_save(model={"type": "file", "content": "text"}, path="a.txt")
+    notebooks.strip_before_save(model={"type": "notebook", "content": None}, path="a.ipynb")
+
+
 @needs_browser
 def test_every_picture_is_there_without_javascript(executed: Path) -> None:
     stepper, attention, figure = outputs(executed)[:3]

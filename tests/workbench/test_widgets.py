@@ -172,6 +172,7 @@ def test_widgets_leave_text_and_no_picture_in_live_use(
         assert WIDGET_VIEW in data
         assert len(data["text/plain"]) > 20
         assert "image/png" not in data
+        assert widget.summary().split(",")[0] in data["text/html"]
 
 
 @pytest.mark.skipif(find_browser() is None, reason="needs Chromium or Chrome")
@@ -182,6 +183,7 @@ def test_widgets_leave_a_small_picture_when_asked(
     for widget in every_widget(recorded, hardware):
         data, _ = widget._repr_mimebundle_()
         assert 8_000 < len(data["image/png"]) * 3 / 4 < 80_000
+        assert "text/html" not in data  # JupyterLab would show it rather than the picture
 
 
 def test_widgets_work_without_a_browser(recorded: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
