@@ -16,6 +16,8 @@ from pdlab.workbench.figures.style import INK, milliseconds, recorded_on, styled
 from pdlab.workbench.palette import MEANING
 from pdlab.workbench.roofline_data import predicted_s
 
+TRUSTED_FIT = 0.95
+"""R² below which a fit's parts say nothing."""
 NEAR = 16
 """Tokens of context by which steps may differ and still count as of the same length."""
 
@@ -112,6 +114,10 @@ def _add_fit(figure: go.Figure, lengths: list[int], seconds: list[float]) -> str
             name=name,
             line={"color": INK.muted, "width": 2, "dash": dash},
             hoverinfo="skip",
+        )
+    if fit.r_squared < TRUSTED_FIT:
+        return (
+            f"TTFT up to {longest} tokens; too noisy to split (R² {fit.r_squared:.2f}): run again"
         )
     return (
         f"At {longest} tokens, {fit.quadratic_share(longest):.0%} of the TTFT is quadratic: "
