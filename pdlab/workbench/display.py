@@ -37,9 +37,10 @@ def mimebundle(figure: go.Figure) -> dict[str, Any]:
         raise ValueError(f"figure has {len(text)} bytes of JSON, more than {MAX_JSON_BYTES}")
     content = json.loads(text)
     content["layout"].pop("template", None)  # 7 KB of defaults that `styled` replaces
-    content["layout"].pop("width", None)  # as wide as the page, where the page can tell
-    content["config"] = {"displaylogo": False, "responsive": True}
-    bundle = {PLOTLY: content, "text/plain": str(figure.layout.title.text or "figure")}
+    # a responsive figure shrinks to nothing when JupyterLab changes its theme
+    content["config"] = {"displayModeBar": False, "responsive": False}
+    title = str(figure.layout.title.text or "figure").replace("<br>", " ")
+    bundle = {PLOTLY: content, "text/plain": title}
     picture = static_png(figure) if pictures_wanted() else None
     if picture is not None:
         bundle["image/png"] = base64.b64encode(picture).decode("ascii")

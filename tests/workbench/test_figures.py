@@ -9,7 +9,7 @@ from pdlab.costmodel import Hardware
 from pdlab.workbench import decode_step_s, decode_sweep, figures
 from pdlab.workbench.attention_data import attention_matrix, pool
 from pdlab.workbench.figures.memory import kv_capacity_bytes
-from pdlab.workbench.figures.style import milliseconds
+from pdlab.workbench.figures.style import TITLE_CHARS, milliseconds, styled
 from pdlab.workbench.palette import MEANING, phase_color
 from pdlab.workbench.roofline_data import stage_floors_s
 
@@ -137,7 +137,7 @@ def test_tpot_figures_show_the_decode_steps(recorded: Trace) -> None:
 def test_the_title_of_tpot_by_context_states_the_medians_of_both_ends(smollm2: Model) -> None:
     trace = decode_sweep(smollm2, context_lens=[20, 40, 80], num_steps=4, repeats=1)
     short_s, long_s = (decode_step_s(trace, context_len=n) for n in (20, 80))
-    title = figures.tpot_by_context(trace).layout.title.text
+    title = figures.tpot_by_context(trace).layout.title.text.replace("<br>", " ")
     assert f"take {milliseconds(short_s)} at " in title
     assert f"{milliseconds(long_s)} at " in title
 
@@ -162,11 +162,28 @@ def test_every_figure_has_a_message_a_source_and_large_type(
     recorded: Trace, hardware: Hardware
 ) -> None:
     for figure in all_figures(recorded, hardware):
-        assert 10 < len(figure.layout.title.text) <= 92
+        assert 10 < len(figure.layout.title.text) <= 100
+        assert max(map(len, figure.layout.title.text.split("<br>"))) <= TITLE_CHARS
         assert "recorded on" in figure.layout.title.subtitle.text
         assert figure.layout.title.subtitle.font.size >= 14
         sizes = [figure.layout.font.size, figure.layout.xaxis.tickfont.size]
         assert min(sizes) >= 14
+
+
+def test_what_stands_above_the_plot_has_room() -> None:
+    def drawn(title: str, names: list[str]) -> go.Layout:
+        parts = [go.Scatter(x=[1], y=[1], name=name) for name in names]
+        return styled(go.Figure(parts), title, "recorded on a machine").layout
+
+    plain, long = drawn("Short title", ["a", "b"]), drawn("A long title " * 8, ["a", "b"])
+    assert long.title.text.count("<br>") == 1
+    assert long.margin.t - plain.margin.t == long.height - plain.height > 20
+    crowded = drawn("Short title", [f"a rather long name, number {i}" for i in range(5)])
+    assert crowded.margin.t > plain.margin.t + 40
+    for layout in (plain, long, crowded):
+        legend_top = (1 - layout.legend.y) * layout.height
+        lines = layout.title.text.count("<br>") + 1
+        assert 22 + 24 * lines + 20 < legend_top < layout.margin.t - 24
 
 
 def test_figures_accept_waiting_preempted_and_foreign_tokens(hardware: Hardware) -> None:
@@ -198,7 +215,7 @@ def test_long_attention_is_pooled_and_says_so() -> None:
     ]
     figure = figures.attention_heatmap(trace, "first", 0, 0)
     assert np.shape(figure.data[0].z) == (150, 150)
-    assert "mean over 2 × 2 tokens" in figure.layout.title.text
+    assert "mean over 2 × 2 tokens" in figure.layout.title.text.replace("<br>", " ")
 
 
 def test_attention_without_capture_says_how_to_get_one() -> None:

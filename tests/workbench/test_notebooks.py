@@ -103,6 +103,7 @@ def test_figure_output_is_small_plotly_json(
     assert set(bundle) == {PLOTLY, "text/plain"}
     assert len(str(bundle)) < 12_000
     assert "template" not in bundle[PLOTLY]["layout"]
+    assert bundle[PLOTLY]["config"] == {"displayModeBar": False, "responsive": False}
 
 
 @needs_browser

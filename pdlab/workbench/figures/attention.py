@@ -58,9 +58,9 @@ def attention_heatmap(trace: Trace, request_id: str, layer: int, head: int) -> g
         figure,
         _title(trace, request_id, layer, head, factor),
         f"recomputed from the engine's own q and cached K; {recorded_on(trace)}",
-        height=740,
+        height=680,
     )
-    figure.update_layout(width=820, margin={"l": 110, "b": 110})
+    figure.update_layout(margin={"l": 110, "b": 110})
     figure.update_yaxes(autorange="reversed", scaleanchor="x", showgrid=False, constrain="domain")
     return figure.update_xaxes(constrain="domain")
 

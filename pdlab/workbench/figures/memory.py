@@ -108,8 +108,8 @@ def block_grid(trace: Trace, step: int, columns: int = 16) -> go.Figure:
     title = f"Step {step}: {len(owners)} of {trace.engine['num_blocks']} KV blocks are taken"
     size = trace.engine["block_size"]
     source = f"the number in a block: filled slots of {size}; {recorded_on(trace)}"
-    styled(figure, title, source, height=max(260, min(720, 150 + 36 * rows)))
-    return figure.update_layout(margin={"l": 20, "b": 20}, showlegend=True)
+    styled(figure, title, source, height=max(260, min(640, 150 + 34 * rows)), min_legend=1)
+    return figure.update_layout(margin={"l": 20, "b": 20})
 
 
 def _owners(trace: Trace, record: StepRecord) -> tuple[dict[int, int], dict[int, int]]:
