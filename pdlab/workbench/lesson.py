@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import json
+import math
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ import ipywidgets as widgets  # type: ignore[import-untyped]
 from IPython.core.getipython import get_ipython
 from IPython.display import HTML, display
 
+from pdlab.workbench.choice import Choice
 from pdlab.workbench.fallback import CARD, fallback_card
 from pdlab.workbench.palette import MEANING, UNKNOWN
 
@@ -21,6 +24,8 @@ Value = float | str
 
 GLOSSARY = Path(__file__).parent / "static" / "glossary.json"
 REFRESH_S = 0.1
+NUMBER = re.compile(r"(?<![\d.,])(-?)(\d+(?:[.,]\d+)*(?:[eE][+-]?\d+)?)")
+THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+(\.\d+)?")
 
 
 class Predictions:
@@ -56,14 +61,17 @@ class Predictions:
         """Show the prediction beside what came out.
 
         Args:
-            kind: what `actual` is: measured, predicted (by the cost model), simulated or recorded.
+            kind: what `actual` is: measured, recorded, counted, predicted (by the cost model),
+                simulated or published.
             note: one sentence on what to make of it.
         """
         guess = self.get(key)
         rows = [
             (
                 "your prediction",
-                "no prediction recorded" if guess is None else _format(guess, unit),
+                "no prediction recorded: answer above, then run this cell again"
+                if guess is None
+                else _format(guess, unit),
             ),
             (kind, _format(actual, unit)),
         ]
@@ -92,17 +100,15 @@ class PredictionControl(widgets.VBox):
         self.answer.observe(self._record, "value")
         self._show_status()
 
-    def _choice(self) -> widgets.ToggleButtons:
+    def _choice(self) -> Choice:
         known = self._store.get(self._key)
         value = known if known in self._options else None
-        return widgets.ToggleButtons(
-            options=self._options, value=value, style={"button_width": "auto"}
-        )
+        return Choice(label=self._question, options=self._options, value=value)
 
     def _number(self) -> widgets.Text:
         known = self._store.get(self._key)
         return widgets.Text(
-            value="" if known is None else f"{known:g}",
+            value="" if known is None else _digits(float(known), 12).replace(",", ""),
             placeholder=self._number_wanted(),
             continuous_update=False,
         )
@@ -117,17 +123,20 @@ class PredictionControl(widgets.VBox):
         elif self._options:
             self._store[self._key] = value
         else:
-            try:
-                self._store[self._key] = float(value)
-            except ValueError:
-                self.status.value = f"“{html.escape(value)}” is not a number"
+            number = _number_in(value)
+            if number is None:
+                self._show_status(f"“{value}” is not a number above 0; ")
                 return
+            self._store[self._key] = number
         self._show_status()
 
-    def _show_status(self) -> None:
+    def _show_status(self, complaint: str = "") -> None:
         known = self._store.get(self._key)
-        text = (
-            "nothing recorded yet" if known is None else f"recorded: {_format(known, self._unit)}"
+        still = "still " if complaint else ""
+        text = complaint + (
+            "nothing recorded yet"
+            if known is None
+            else f"{still}recorded: {_format(known, self._unit)}"
         )
         self.status.value = f"<span style='opacity:.7'>{html.escape(text)}</span>"
 
@@ -173,12 +182,14 @@ def progress(items: Iterable[T], label: str = "", total: int | None = None) -> I
     total = total if total is not None else len(items)  # type: ignore[arg-type]
     handle = display(HTML(_bar(label, 0, total)), display_id=True)
     shown_s = time.monotonic()
-    for done, item in enumerate(items, 1):
-        yield item
-        if time.monotonic() - shown_s > REFRESH_S:
-            shown_s = time.monotonic()
-            handle.update(HTML(_bar(label, done, total)))
-    handle.update(HTML(""))
+    try:
+        for done, item in enumerate(items, 1):
+            yield item
+            if time.monotonic() - shown_s > REFRESH_S:
+                shown_s = time.monotonic()
+                handle.update(HTML(_bar(label, done, total)))
+    finally:  # also when the loop around it fails or is interrupted
+        handle.update(HTML(""))
 
 
 def _bar(label: str, done: int, total: int) -> str:
@@ -189,9 +200,28 @@ def _bar(label: str, done: int, total: int) -> str:
     )
 
 
+def _number_in(text: str) -> float | None:
+    """The first finite number above 0 in a text: "about 10", "3,5", "1,000", "3 times"."""
+    for sign, digits in NUMBER.findall(text):
+        thousands = THOUSANDS.fullmatch(digits)
+        plain = digits.replace(",", "") if thousands else digits.replace(",", ".")
+        try:
+            number = float(plain)
+        except ValueError:  # 1.2.3
+            continue
+        if not sign and 0 < number < math.inf:
+            return number
+    return None
+
+
 def _format(value: Value, unit: str) -> str:
-    text = value if isinstance(value, str) else f"{value:,.4g}"
+    text = value if isinstance(value, str) else _digits(value, 4)
     return f"{text} {unit}".strip()
+
+
+def _digits(value: float, significant: int) -> str:
+    """1234.56 to two digits -> `1,200`: rounded, and written out rather than as a power of ten."""
+    return f"{float(f'{value:.{significant}g}'):,.12g}"
 
 
 def _verdict(guess: Value | None, actual: Value) -> str:
@@ -199,15 +229,17 @@ def _verdict(guess: Value | None, actual: Value) -> str:
         return ""
     if isinstance(guess, str) or isinstance(actual, str):
         return "as you predicted" if guess == actual else "not what you predicted"
+    if not (math.isfinite(guess) and math.isfinite(actual)):
+        return ""
     if guess <= 0 or actual <= 0:
-        return f"off by {actual - guess:,.4g}"
-    ratio = actual / guess
+        return f"off by {_digits(actual - guess, 4)}"
+    ratio = math.exp(math.log(actual) - math.log(guess))  # no division by what rounds to 0
     if 0.9 <= ratio <= 1.1:
         return "within 10 % of your prediction"
     return (
-        f"{ratio:.2g} times your prediction"
+        f"{_digits(ratio, 2)} times your prediction"
         if ratio > 1
-        else f"your prediction is {1 / ratio:.2g} times too high"
+        else f"your prediction is {_digits(guess / actual, 2)} times too high"
     )
 
 

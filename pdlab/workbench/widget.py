@@ -34,11 +34,11 @@ class TraceWidget(anywidget.AnyWidget):
     @classmethod
     def module(cls) -> str:
         """The ES module: the shared helpers, then the widget's own code."""
-        return _read("common.js") + _read(f"{cls.name}.js")
+        return read_static("common.js") + read_static(f"{cls.name}.js")
 
     @classmethod
     def styles(cls) -> str:
-        return css_variables() + _read("base.css") + _read(f"{cls.name}.css")
+        return css_variables() + read_static("base.css") + read_static(f"{cls.name}.css")
 
     def view_state(self) -> dict[str, Any]:
         """The synced traits of this widget alone, as its JavaScript reads them."""
@@ -78,6 +78,7 @@ def machine_line(trace: Trace) -> str:
     return ", ".join(str(p) for p in parts if p) or "an unnamed machine"
 
 
-def _read(name: str) -> str:
+def read_static(name: str) -> str:
+    """Text of a file in `static/`; nothing where there is no such file."""
     path = STATIC / name
     return path.read_text(encoding="utf-8") + "\n" if path.exists() else ""

@@ -43,6 +43,7 @@ def test_failed_check_shows_the_hint_and_is_false(shown: list) -> None:
         (NotImplementedError(), "write your solution"),
         (AssertionError(), "not the expected one"),
         (TypeError("no"), "your code raised TypeError: no"),
+        (NameError("name 'f' is not defined"), "run the cell above first"),
     ],
 )
 def test_check_explains_each_kind_of_failure(shown: list, error: Exception, hint: str) -> None:
@@ -51,6 +52,27 @@ def test_check_explains_each_kind_of_failure(shown: list, error: Exception, hint
         raise error
 
     assert hint in shown[0]["text/plain"]
+
+
+def double(value: int) -> None:
+    """An exercise solved but for its `return`."""
+
+
+def nothing() -> list[int]:
+    return [0]
+
+
+def test_check_notices_a_missing_return(shown: list) -> None:
+    @check("double")
+    def _() -> None:
+        assert double(2) == 4, "two and two"
+
+    @check("a list")
+    def _() -> None:
+        assert nothing()[0] == sum(i for i in range(3)), "the hint of the test"
+
+    assert "is there a `return`?" in shown[0]["text/plain"]
+    assert "not yet: the hint of the test" in shown[1]["text/plain"]
 
 
 def test_strict_check_raises(shown: list, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +106,10 @@ def test_choice_is_kept_when_the_cell_runs_again() -> None:
 
 def test_compare_works_without_a_prediction(shown: list) -> None:
     Predictions().compare("ttft", 0.0123, "s", kind="recorded")
-    assert shown[0]["text/plain"] == "your prediction: no prediction recorded; recorded: 0.0123 s"
+    assert shown[0]["text/plain"] == (
+        "your prediction: no prediction recorded: answer above, then run this cell again; "
+        "recorded: 0.0123 s"
+    )
 
 
 def test_a_word_is_no_number() -> None:
@@ -92,7 +117,58 @@ def test_a_word_is_no_number() -> None:
     control = guesses.predict("How many?", key="n")
     control.answer.value = "many <b>"
     assert guesses.get("n") is None
-    assert "“many &lt;b&gt;” is not a number" in control.status.value
+    assert "“many &lt;b&gt;” is not a number above 0; nothing recorded" in control.status.value
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("about 10", 10),
+        ("3,5", 3.5),
+        ("1,000", 1000),
+        ("3 times", 3),
+        ("10x", 10),
+        ("1e3", 1000),
+        ("10 to 20", 10),
+        ("-4", None),
+        ("0", None),
+        ("inf", None),
+        ("nan", None),
+        ("1e999", None),
+    ],
+)
+def test_a_number_is_found_in_the_text(text: str, number: float | None) -> None:
+    guesses = Predictions()
+    control = guesses.predict("How many?", key="n")
+    control.answer.value = "7"
+    control.answer.value = text
+    assert guesses.get("n") == (7 if number is None else number)
+    if number is None:
+        assert "not a number above 0; still recorded: 7" in control.status.value
+
+
+@pytest.mark.parametrize(
+    ("guess", "actual", "verdict"),
+    [
+        ("1", 340, "340 times your prediction"),
+        ("51234", 3, "your prediction is 17,000 times too high"),
+        ("2", float("inf"), "measured: inf"),
+        ("2", 0, "off by -2"),
+        ("1e300", 1e-300, "times too high"),
+    ],
+)
+def test_verdicts_are_written_out(shown: list, guess: str, actual: float, verdict: str) -> None:
+    guesses = Predictions()
+    guesses.predict("How many?", key="n").answer.value = guess
+    guesses.compare("n", actual)
+    assert verdict in shown[0]["text/plain"]
+    assert "e+0" not in shown[0]["text/plain"]
+
+
+def test_only_an_option_can_be_chosen() -> None:
+    control = Predictions().predict("Which?", ["a", "b"], key="k")
+    with pytest.raises(ValueError, match="is not one of"):
+        control.answer.value = "c"
 
 
 def test_prediction_is_readable_without_widgets() -> None:
@@ -130,6 +206,12 @@ def test_progress_yields_everything_and_clears_itself(monkeypatch: pytest.Monkey
     monkeypatch.setattr(lesson, "get_ipython", object)
     monkeypatch.setattr(lesson, "display", lambda *_, **__: handle)
     assert list(progress(range(3), "prompts")) == [0, 1, 2]
+    assert handle.shown == ""
+    handle.shown = "a bar"
+    interrupted = progress(range(3), "prompts")
+    next(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.throw(KeyboardInterrupt)
     assert handle.shown == ""
 
 
