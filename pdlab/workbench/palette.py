@@ -141,6 +141,7 @@ def css_variables() -> str:
     fixed |= {f"seq-{i}": color for i, color in enumerate(SEQUENCE)}
     fixed |= {f"seq-on-{i}": text_on(color) for i, color in enumerate(SEQUENCE)}
     fixed |= {f"stage-{name}": color for name, color in STAGE.items()}
+    fixed |= {f"stage-on-{name}": text_on(color) for name, color in STAGE.items()}
     fixed |= {f"moved-{name}": color for name, color in MOVED.items()}
     fixed |= {"unknown": UNKNOWN}
     light = _css_rule(".pdlab", fixed | _themed("light"))

@@ -23,7 +23,8 @@ class Stepper(TraceWidget):
 
     `Stepper(trace)` walks through a recording. `Stepper(engine=engine, request_id=...)` is live:
     at the end of what is recorded, its forward button runs one `engine.step()`. Moving through the
-    frames happens in the browser alone; `widget.step = 3` moves it from Python.
+    frames happens in the browser alone; `widget.step = 3` moves it from Python, to frame 3. Frame 0
+    is the prompt, so the engine's own step numbers differ; the page shows both.
     """
 
     name = "stepper"
@@ -35,7 +36,7 @@ class Stepper(TraceWidget):
     tokens = traitlets.List().tag(sync=True)
     frames = traitlets.List().tag(sync=True)
     step = traitlets.Int(0).tag(sync=True)
-    """Index of the frame shown; 0 is the tokenized prompt."""
+    """Number of the frame shown; 0 is the tokenized prompt, 1 the first engine step of its life."""
     live = traitlets.Bool(False).tag(sync=True)
     busy = traitlets.Bool(False).tag(sync=True)
     done = traitlets.Bool(False).tag(sync=True)
@@ -90,8 +91,8 @@ class Stepper(TraceWidget):
 
     def summary(self) -> str:
         frame = self.frame
-        where = "prompt" if frame["step"] is None else f"step {frame['step']}"
-        return f"Stepper, request {self.request_id}, {where}: {frame['title']}"
+        where = "prompt" if frame["step"] is None else f"engine step {frame['step']}"
+        return f"Stepper, request {self.request_id}, frame {self.step}, {where}: {frame['title']}"
 
     @traitlets.observe("request_id")
     def _on_request(self, _change: Any) -> None:

@@ -6,6 +6,8 @@ import nbformat
 import pytest
 
 from pdlab import Engine, EngineConfig, Model, SamplingParams
+from pdlab.workbench.figures.style import HEIGHT, WIDTH
+from pdlab.workbench.palette import STAGE, rgb
 
 from .conftest import Lab, open_and_run, screenshot
 
@@ -14,6 +16,7 @@ CELLS = [
     "import pdlab\nfrom pdlab import workbench as wb\ntrace = pdlab.Trace.load('run.json.gz')\n"
     "from pdlab.costmodel import load_hardware",
     "stepper = wb.Stepper(trace)\nstepper",
+    "wb.Stepper(trace, step=7)",
     "attention = wb.AttentionView(trace)\nattention",
     "roofline = wb.RooflineView(trace, load_hardware()['core-i7-1165g7'])\nroofline",
     "guesses = wb.Predictions()\n"
@@ -74,6 +77,7 @@ def running(page, lab: Lab, notebook: str):
 
 
 def test_widgets_and_figures_react(running, capsys: pytest.CaptureFixture) -> None:
+    first_render_is_complete(running)
     stepper_answers_the_keyboard(running)
     report_response_time(running, capsys)
     attention_answers_the_keyboard(running)
@@ -90,14 +94,14 @@ def test_saved_notebook_shows_cards_when_opened_again(running, lab: Lab, noteboo
     running.get_by_text("✓ the end").wait_for(timeout=120_000)
     running.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
     views = running.locator(".pd-stepper, .pd-attention, .pd-roofline").count()
-    assert views == 4  # what is open stays live
+    assert views == 5  # what is open stays live
     running.goto(lab.address(notebook))
     running.get_by_text("run this cell to make it live").first.wait_for(timeout=120_000)
     assert running.get_by_text("Error displaying widget").count() == 0
     assert running.locator(".pdlab").count() == 0
     cards = running.locator(".jp-RenderedHTML:has-text('run this cell to make it live')")
     assert cards.count() == views + 1
-    assert running.get_by_text("Stepper, request r0").count() == 2
+    assert running.get_by_text("Stepper, request r0").count() == 3
     screenshot(running, "saved-notebook")
 
 
@@ -105,6 +109,7 @@ def stepper_answers_the_keyboard(page) -> None:
     stepper = page.locator(".pd-stepper").first
     title, pool = stepper.locator(".pd-title"), stepper.locator(".pd-pool svg")
     before = (title.text_content(), pool.inner_html())
+    assert stepper.locator(".pd-counter").text_content() == "frame 0 · prompt"
     stepper.locator("input[type=range]").focus()
     for _ in range(3):
         page.keyboard.press("ArrowRight")
@@ -113,7 +118,25 @@ def stepper_answers_the_keyboard(page) -> None:
     assert stepper.locator(".pd-chip[data-state^='now']").count() > 0
     page.keyboard.press("End")
     assert "Decode" in title.text_content()
+    stepper.locator(".pd-note").click()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector(".pd-stepper[data-frame='1']")
+    page.keyboard.press("End")
     screenshot(stepper, "stepper-light")
+
+
+def first_render_is_complete(page) -> None:
+    """A Stepper that opens in the middle: its stages are coloured, the newest text is in view."""
+    stepper = page.locator(".pd-stepper").nth(1)
+    assert stepper.locator(".pd-counter").text_content() == "frame 7 · engine step 6"
+    colors = stepper.locator(".pd-stages > span").evaluate_all(
+        "(all) => all.map((e) => getComputedStyle(e).backgroundColor)"
+    )
+    assert set(colors) >= {f"rgb{rgb(STAGE[name])}" for name in ("qkv", "attention", "mlp")}
+    text = stepper.locator(".pd-text")
+    assert text.evaluate("(e) => e.scrollHeight - e.clientHeight - e.scrollTop") < 2
+    screenshot(stepper, "stepper-first-render")
 
 
 def report_response_time(page, capsys: pytest.CaptureFixture) -> None:
@@ -149,13 +172,17 @@ def roofline_answers_the_mouse(page) -> None:
 
 def figures_are_drawn(page) -> None:
     titles = page.locator(".js-plotly-plot .gtitle")
+    room = page.locator(".jp-OutputArea-output.js-plotly-plot").first
+    assert room.evaluate("(e) => e.clientWidth") >= WIDTH  # at 1280, beside the file browser
     assert titles.count() == 2
     assert "A prompt token costs" in titles.first.text_content()
     screenshot(page.locator(".jp-OutputArea:has(.js-plotly-plot)").last, "figures-light")
 
 
 def lesson_helpers_answer(page) -> None:
-    page.get_by_role("button", name="decode", exact=True).click()
+    page.get_by_role("radio", name="prefill").click()
+    page.get_by_text("recorded: prefill").wait_for()
+    page.keyboard.press("ArrowRight")
     page.get_by_text("recorded: decode").wait_for()
     assert page.get_by_text("no prediction recorded").count() == 1
     assert page.get_by_text("not yet: add").count() == 1
@@ -185,8 +212,13 @@ def theme_is_followed(page, theme: str) -> None:
     page.wait_for_selector(f"body[data-jp-theme-name='{name}']", state="attached")
     color = page.locator(".pd-stepper .pd-title").first.evaluate("(e) => getComputedStyle(e).color")
     assert color == ("rgb(232, 234, 237)" if theme == "dark" else "rgb(27, 31, 36)")
+    page.wait_for_timeout(500)
+    sizes = page.locator(".js-plotly-plot").evaluate_all(
+        "(all) => all.map((e) => [e.clientHeight, e.querySelector('svg').clientWidth])"
+    )
+    assert len(sizes) == 2
+    assert all(height >= HEIGHT and width == WIDTH for height, width in sizes), sizes
     if theme == "dark":
-        page.wait_for_timeout(500)
         for widget in ("stepper", "attention", "roofline"):
             screenshot(page.locator(f".pd-{widget}").first, f"{widget}-dark")
 

@@ -32,11 +32,13 @@ class StepperView {
       "change:message": () => this.drawLive(),
       "change:done": () => this.drawLive(),
     });
+    this.stopAppearance = onAppearance(this.root, () => this.scrollToNewest());
   }
 
   destroy() {
     this.pause();
     this.stop();
+    this.stopAppearance();
   }
 
   // ---- building: once ---------------------------------------------------------------------
@@ -46,10 +48,12 @@ class StepperView {
     this.title = h("div.pd-title", { "aria-live": "polite" });
     this.note = h("div.pd-note");
     this.request = this.requestSelect();
-    this.root = h("div.pdlab.pd-stepper", { role: "group", "aria-label": "Stepper" }, [
+    const takesKeys = { tabindex: 0, "data-lm-suppress-shortcuts": "true", onkeydown: (e) => this.onKey(e) };
+    this.root = h("div.pdlab.pd-stepper", { role: "group", "aria-label": "Stepper", ...takesKeys }, [
       h("div.pd-head", {}, [this.pill, this.title, this.request]),
       this.note,
       this.transport(),
+      this.timeSection(),
       h("div.pd-cols", {}, [h("div.pd-main", {}, this.mainColumn()), h("div.pd-side", {}, this.sideColumn())]),
       this.stepSection(),
       (this.foot = h("div.pd-foot")),
@@ -79,7 +83,6 @@ class StepperView {
     this.strip = h("div.pd-strip", { "aria-hidden": "true" });
     this.strip.addEventListener("pointerdown", (e) => this.go(this.indexAt(e)));
     this.slider = h("input", { type: "range", min: 0, step: 1, "aria-label": "Step", oninput: () => this.go(+this.slider.value) });
-    this.slider.addEventListener("keydown", (e) => this.onKey(e));
     this.counter = h("div.pd-counter.pd-num");
     this.stripNote = h("div.pd-strip-note");
     this.live = h("div.pd-live", { role: "status" });
@@ -122,12 +125,18 @@ class StepperView {
     return [table, pool];
   }
 
-  stepSection() {
-    const [node, body] = section("This step", "all requests of the batch together", "pd-step");
+  timeSection() {
+    const [node, body] = section("Time of this step", "all requests of the batch together", "pd-time");
     this.stages = h("div.pd-stages", { role: "img" });
     this.stageLegend = h("div.pd-legend");
+    body.append(this.stages, this.stageLegend);
+    return node;
+  }
+
+  stepSection() {
+    const [node, body] = section("Work and memory of this step", "all requests of the batch together", "pd-step");
     this.metrics = h("div.pd-metrics");
-    body.append(this.stages, this.stageLegend, this.metrics);
+    body.append(this.metrics);
     return node;
   }
 
@@ -187,10 +196,18 @@ class StepperView {
     this.drawPlay();
   }
 
+  /** Keys anywhere in the widget; the select keeps its own, the buttons keep the space bar. */
   onKey(event) {
-    if (event.key === "ArrowRight" && this.atEnd && this.canAdvance) this.advance();
-    else if (event.key === " ") this.play.click();
-    else return;
+    const moves = {
+      ArrowRight: () => this.advance(),
+      ArrowLeft: () => this.go(this.index - 1),
+      Home: () => this.go(0),
+      End: () => this.go(this.frames.length - 1),
+      " ": () => this.play.click(),
+    };
+    const own = event.target.tagName === "SELECT" || (event.key === " " && event.target.tagName === "BUTTON");
+    if (own || event.ctrlKey || event.metaKey || event.altKey || !moves[event.key]) return;
+    moves[event.key]();
     event.preventDefault();
   }
 
@@ -215,6 +232,7 @@ class StepperView {
     this.drawPool(frame);
     this.drawStep(frame);
     this.drawButtons();
+    this.scrollToNewest();
     this.root.dataset.frame = this.index;
   }
 
@@ -224,7 +242,7 @@ class StepperView {
     this.pill.textContent = PHASES[frame.kind];
     this.title.textContent = frame.title;
     this.note.textContent = frame.note;
-    this.counter.textContent = frame.step == null ? "prompt" : `step ${frame.step}`;
+    this.counter.textContent = `frame ${this.index} · ${frame.step == null ? "prompt" : `engine step ${frame.step}`}`;
     this.strip.querySelector("[aria-current]")?.removeAttribute("aria-current");
     this.strip.children[this.index]?.setAttribute("aria-current", "true");
   }
@@ -292,9 +310,15 @@ class StepperView {
     }
     if (to < frame.known) chips.push(h("span.pd-chip-gap", {}, [`… ${frame.known - to} more tokens`]));
     clear(this.chips, ...chips);
+  }
+
+  /** Bring what is new into view; the boxes have no size, and cannot scroll, before they are in the page. */
+  scrollToNewest() {
     const current = this.chips.querySelector('[data-state="sampled"]') ?? [...this.chips.querySelectorAll('[data-state^="now"]')].at(-1);
     const top = current ? current.offsetTop - this.chips.clientHeight + 40 : 0;
     this.chips.scrollTop = Math.max(0, top);
+    this.text.scrollTop = this.text.scrollHeight;
+    this.table.scrollTop = this.table.scrollHeight;
   }
 
   drawText(frame) {
@@ -304,7 +328,6 @@ class StepperView {
       h("span.pd-prompt", {}, [this.model.get("prompt")]),
       h("span", {}, [frame.text.slice(0, before.length)]),
       fresh && this.index ? h("span.pd-new", {}, [fresh]) : null);
-    this.text.scrollTop = this.text.scrollHeight;
   }
 
   drawCandidates(frame) {
@@ -332,7 +355,6 @@ class StepperView {
       h("span.pd-muted", {}, [`${Math.max(0, Math.min(size, computed - logical * size))}/${size}`]),
       h("span.pd-slots", {}, Array.from({ length: size }, (_, s) => this.slot(frame, logical * size + s, computed))),
     ]));
-    this.table.scrollTop = this.table.scrollHeight;
   }
 
   slot(frame, position, computed) {
@@ -372,7 +394,7 @@ class StepperView {
     const stages = Object.entries(frame.stage_s ?? {}).filter(([, s]) => s > 0);
     const sum = stages.reduce((total, [, s]) => total + s, 0);
     const total = Math.max(frame.wall_s ?? 0, sum);
-    clear(this.stages, ...stages.map(([name, s]) => stageBar(name, s, total, this.root)));
+    clear(this.stages, ...stages.map(([name, s]) => stageBar(name, s, total)));
     this.stages.setAttribute("aria-label", stages.map(([name, s]) => `${name} ${duration(s)}`).join(", "));
     clear(this.stageLegend, ...stages.map(([name, s]) => h("span", {}, [
       h("i.pd-swatch", { style: `background:var(--pd-stage-${name}, var(--pd-unknown))` }), `${name} `, h("span.pd-num", {}, [duration(s)]),
@@ -404,17 +426,11 @@ class StepperView {
   }
 }
 
-function stageBar(name, seconds, total, root) {
+function stageBar(name, seconds, total) {
   const share = (seconds / total) * 100;
-  const color = paletteColor(root, `stage-${name}`) || "#9AA1AB";
   const text = share > 8 ? name : "";
-  const style = `width:${share}%;background:${color};color:${readableOn(color)}`;
+  const style = `width:${share}%;background:var(--pd-stage-${name}, var(--pd-unknown));color:var(--pd-stage-on-${name}, #1B1F24)`;
   return h("span", { style, title: `${name}: ${duration(seconds)}` }, [text]);
-}
-
-function readableOn(hex) {
-  const [r, g, b] = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16) / 255);
-  return 0.3 * r + 0.59 * g + 0.11 * b > 0.5 ? "#1B1F24" : "#FFFFFF";
 }
 
 /** One block of the pool as SVG: free, or filled from below by its owner; two owners share it diagonally. */
