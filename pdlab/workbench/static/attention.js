@@ -150,7 +150,7 @@ class AttentionMap {
   }
 
   drawMap(layer, head, query) {
-    this.width = Math.min(520, this.canvas.parentElement.clientWidth) || this.width || 420; // 0 while detached
+    this.width = Math.min(420, this.canvas.parentElement.clientWidth) || this.width || 420; // 0 while detached
     const width = this.width;
     const ratio = window.devicePixelRatio || 1;
     const labelled = this.get("tokens").length <= LABEL_LIMIT && width > 340;

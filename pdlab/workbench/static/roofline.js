@@ -174,7 +174,7 @@ class Roofline {
   drawFacts(index) {
     const [p, m] = [this.points[index], this.current];
     const counted = [
-      ["phase", p.phase, null], ["tokens, requests", `${p.num_tokens}, ${p.num_requests}`, null],
+      ["phase", p.phase, null], ["tokens", String(p.num_tokens), null], ["requests", String(p.num_requests), null],
       ["FLOPs", quantity(p.flops), null], ["bytes, at least", quantity(p.bytes, "B"), null],
       ["FLOPs per byte", digits(p.flops / p.bytes), null],
     ];
@@ -184,8 +184,8 @@ class Roofline {
       ["MFU", percent(m.mfu[index]), "recorded"], ["MBU", percent(m.mbu[index]), "recorded"],
     ];
     const away = [
-      [`time on ${m.name}`, duration(m.predicted_s[index]), "predicted"], ["time on this machine", duration(p.wall_s), "recorded"],
-      ["bound against this machine's bound", `${digits(this.machines[0].predicted_s[index] / m.predicted_s[index])} ×`, "predicted"],
+      ["time there", duration(m.predicted_s[index]), "predicted"], ["time here", duration(p.wall_s), "recorded"],
+      ["roof to roof", `${digits(this.machines[0].predicted_s[index] / m.predicted_s[index])} ×`, "predicted"],
     ];
     const ceilings = [["peak", quantity(m.peak_flops_s, "FLOP/s"), m.provenance], ["bandwidth", quantity(m.bandwidth_bytes_s, "B/s"), m.provenance]];
     const row = ([name, value, kind]) => [h("span.pd-muted", {}, [name]), h("span.pd-num", {}, [value]), kind ? provenanceTag(kind) : h("span")];
