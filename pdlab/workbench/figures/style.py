@@ -45,7 +45,7 @@ def styled(
     """
     names = [str(t.name) for t in figure.data if t.showlegend is not False and t.name]
     has_legend = len(names) >= min_legend
-    titles, sources = wrap(title, TITLE_CHARS), wrap(source, SOURCE_CHARS)
+    titles, sources = _lines(title, TITLE_CHARS), _lines(source, SOURCE_CHARS)
     head = PAD + TITLE_LINE * len(titles) + SOURCE_LINE * len(sources)
     top = head + PAD + (LEGEND_LINE * _legend_rows(names) if has_legend else 0)
     height += max(0, top - HEAD)
@@ -84,6 +84,13 @@ def styled(
     figure.update_xaxes(**_axis(), showgrid=horizontal)
     figure.update_yaxes(**_axis(), showgrid=not horizontal)
     return figure
+
+
+def _lines(text: str, most: int) -> list[str]:
+    """A text in as few lines as it needs, of about the same length."""
+    count = len(wrap(text, most))
+    even = range(-(-len(text) // count), most)
+    return next((lines for n in even if len(lines := wrap(text, n)) == count), wrap(text, most))
 
 
 def _legend_rows(names: list[str]) -> int:
