@@ -142,7 +142,8 @@ def _measure(key: dict[str, Any]) -> Hardware:
         read, details = _bandwidths(device, dtype)
         launch_s = _launch_s(device)
     details["processor_share"] = min(product.processor_share, read.processor_share)
-    threads = "" if on_gpu else f", {key['num_threads']} thread(s)"
+    count = key["num_threads"]
+    threads = "" if on_gpu else f", {count} thread{'s' * (count > 1)}"
     return Hardware(
         name=key["processor"] + threads,
         kind="gpu" if on_gpu else "cpu",

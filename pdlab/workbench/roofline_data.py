@@ -55,7 +55,7 @@ def on_hardware(trace: Trace, hardware: Hardware) -> dict[str, Any]:
     steps = _busy_steps(trace)
     costs = [cost_of(r) for r in steps]
     return {
-        "name": machine_name(hardware),
+        "name": hardware.name,
         "peak_flops_s": hardware.peak(dtype),
         "bandwidth_bytes_s": hardware.bandwidth_bytes_s,
         "provenance": hardware.provenance,
@@ -63,11 +63,6 @@ def on_hardware(trace: Trace, hardware: Hardware) -> dict[str, Any]:
         "mfu": [mfu(c, r.wall_s, hardware, dtype) for c, r in zip(costs, steps, strict=True)],
         "mbu": [mbu(c, r.wall_s, hardware) for c, r in zip(costs, steps, strict=True)],
     }
-
-
-def machine_name(hardware: Hardware) -> str:
-    """The machine's name as a reader says it: `1 thread`, `2 threads`."""
-    return hardware.name.replace(" 1 thread(s)", " 1 thread").replace("thread(s)", "threads")
 
 
 def predicted_s(trace: Trace, record: StepRecord, hardware: Hardware) -> float:

@@ -1,7 +1,6 @@
 """Widgets hold what the trace holds, follow their traits, and leave a static picture."""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from pdlab.engine.recorder import cost_of
 from pdlab.workbench import AttentionView, RooflineView, Stepper, stepper
 from pdlab.workbench.frames import stepper_frames
 from pdlab.workbench.picture import find_browser, widget_page
-from pdlab.workbench.roofline_data import machine_name
 from pdlab.workbench.widget import STATIC
 
 from .handmade import two_requests
@@ -148,14 +146,6 @@ def test_roofline_view_numbers_are_the_cost_models(recorded: Trace, hardware: Ha
         assert here["mbu"][i] == mbu(cost, record.wall_s, hardware)
         assert here["predicted_s"][i] == predict(cost, hardware, "fp32").time_s
     assert [m["name"] for m in widget.machines[1:]] == [h.name for h in load_hardware().values()]
-
-
-@pytest.mark.parametrize(
-    ("stored", "shown"),
-    [("a CPU, 1 thread(s)", "a CPU, 1 thread"), ("a CPU, 11 thread(s)", "a CPU, 11 threads")],
-)
-def test_machine_names_read_well(hardware: Hardware, stored: str, shown: str) -> None:
-    assert machine_name(replace(hardware, name=stored)) == shown
 
 
 def test_roofline_view_says_where_each_ceiling_comes_from(

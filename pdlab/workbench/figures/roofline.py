@@ -10,7 +10,7 @@ from pdlab.costmodel import Hardware, ridge_point
 from pdlab.trace.trace import Trace
 from pdlab.workbench.figures.style import INK, mega, milliseconds, recorded_on, styled
 from pdlab.workbench.palette import phase_color
-from pdlab.workbench.roofline_data import Point, machine_name, on_hardware, points, trace_dtype
+from pdlab.workbench.roofline_data import Point, on_hardware, points, trace_dtype
 
 SYMBOLS = {"prefill": "square", "decode": "circle", "mixed": "diamond"}
 
@@ -99,7 +99,7 @@ def _title(steps: list[Point], ridge: float, hardware: Hardware) -> str:
         if own:
             found[phase] = (median(own), "memory" if median(own) < ridge else "compute")
     if not found:
-        return f"Mixed steps on {machine_name(hardware)}"
+        return f"Mixed steps on {hardware.name}"
     parts = [f"{phase} ({x:.3g} FLOP/byte) the {roof} roof" for phase, (x, roof) in found.items()]
     if len({roof for _, roof in found.values()}) == 1 < len(found):
         (first, _), (second, roof) = found.values()
