@@ -171,8 +171,8 @@ print(f"at 1,024 tokens a step fetches {weights / 1e6:.0f} MB of weights, {kv / 
 # %% [markdown]
 # The KV to read grows with every token, but the weights dominate until the two are equal (for this
 # model after more than ten thousand tokens; exercise 1). The measured step grows faster than the
-# dashed line of the bytes: here the blocks of a context are copied together before attention reads
-# them, and read slowly. A kernel that reads blocks in place is a later lesson's subject.
+# dashed line of the bytes. One reason is that here the blocks of a context are copied together before
+# attention reads them; a kernel that reads blocks in place is a later lesson's subject.
 #
 # ## 5. Batching makes it cheap
 #
