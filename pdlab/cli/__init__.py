@@ -80,17 +80,19 @@ def run(
 @app.command()
 def models() -> None:
     """List the models that have a name."""
-    from pdlab.cli.model_list import list_models
+    with one_line_errors():
+        from pdlab.cli.model_list import list_models
 
-    list_models()
+        list_models()
 
 
 @app.command()
 def doctor() -> None:
     """Check what this machine has, and say how to get what is missing."""
-    from pdlab.cli.checkup import examine
+    with one_line_errors():
+        from pdlab.cli.checkup import examine
 
-    raise typer.Exit(0 if examine() else 1)
+        raise typer.Exit(0 if examine() else 1)
 
 
 @app.command()

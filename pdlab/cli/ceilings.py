@@ -33,7 +33,6 @@ def _table(hardware: Hardware, dtype: str) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(style="dim")
-    details = hardware.details
     rows = [
         (
             f"matrix product, {dtype}",
@@ -45,8 +44,6 @@ def _table(hardware: Hardware, dtype: str) -> Table:
             si(hardware.bandwidth_bytes_s, "B/s"),
             "what bandwidth-bound work (decode) is held against",
         ),
-        ("memory, copy", si(details["copy_bytes_s"], "B/s"), "bytes read plus bytes written"),
-        ("matrix times vector", si(details["gemv_bytes_s"], "B/s"), "what torch's kernel reaches"),
         (
             "ridge point",
             f"{ridge_point(hardware, dtype):.0f} FLOP/B",
@@ -54,6 +51,12 @@ def _table(hardware: Hardware, dtype: str) -> Table:
         ),
         ("start of an operation", seconds(hardware.launch_s), "launch overhead"),
     ]
+    for name, key, note in (
+        ("memory, copy", "copy_bytes_s", "bytes read plus bytes written"),
+        ("matrix times vector", "gemv_bytes_s", "what torch's kernel reaches"),
+    ):
+        if key in hardware.details:
+            rows.append((name, si(hardware.details[key], "B/s"), note))
     if hardware.memory_bytes:
         rows.append(("size of memory", si(hardware.memory_bytes, "B"), ""))
     for row in rows:
