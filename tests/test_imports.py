@@ -1,5 +1,6 @@
 """`import pdlab` is quick: what only some users need is imported where it is used."""
 
+import os
 import subprocess
 import sys
 
@@ -37,3 +38,20 @@ def test_the_command_line_starts_without_torch() -> None:
     loaded = loaded_by("from pdlab.cli import app")
     assert "pdlab" in loaded
     assert "torch" not in loaded
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")],
+    ids=["unset", "set", "policy"],
+)
+def test_waiting_threads_sleep_soon_unless_told_otherwise(
+    given: dict[str, str], found: str
+) -> None:
+    code = "import os, pdlab; print(os.environ.get('GOMP_SPINCOUNT'))"
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {k: v for k, v in os.environ.items() if k not in names} | given
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == found

@@ -138,10 +138,10 @@ def _measure(key: dict[str, Any]) -> Hardware:
     device, on_gpu = key["device"], key["device"] != "cpu"
     dtype = getattr(torch, TORCH_NAMES[key["dtype"]])
     with torch.inference_mode():
-        peak_flops, product = _fastest_product(device, dtype)
-        read, details = _bandwidths(device, dtype)
+        peak_flops, processor_share = _fastest_product(device, dtype)
+        details = _bandwidths(device, dtype)
         launch_s = _launch_s(device)
-    details["processor_share"] = min(product.processor_share, read.processor_share)
+    details["processor_share"] = processor_share
     count = key["num_threads"]
     threads = "" if on_gpu else f", {count} thread{'s' * (count > 1)}"
     return Hardware(
@@ -158,23 +158,27 @@ def _measure(key: dict[str, Any]) -> Hardware:
     )
 
 
-def _fastest_product(device: str, dtype: Any) -> tuple[float, Run]:
-    """FLOP/s of the fastest square product, 2 n^3 over its time; n doubles while runs are short."""
+def _fastest_product(device: str, dtype: Any) -> tuple[float, float]:
+    """FLOP/s of the fastest square product, 2 n^3 over its time; n doubles while runs are short.
+
+    Also the share of the processor that the largest one got: only that surely uses all threads.
+    """
     import torch
 
-    best, size, seconds = (0.0, Run(0.0, 0.0)), FIRST_SIZE, 0.0
-    while size <= LAST_SIZE and 8 * seconds <= LONGEST_RUN_S:  # twice the side, 8 times the work
+    best, size, run = 0.0, FIRST_SIZE, Run(0.0, 0.0)
+    while (
+        size <= LAST_SIZE and 8 * run.seconds <= LONGEST_RUN_S
+    ):  # twice the side, 8 times the work
         left = torch.randn(size, size, device=device).to(dtype)
         right = torch.randn(size, size, device=device).to(dtype)
         run = _fastest(partial(torch.mm, left, right, out=torch.empty_like(left)), device)
-        seconds = run.seconds
-        best = max(best, (2 * size**3 / seconds, run))
+        best = max(best, 2 * size**3 / run.seconds)
         size *= 2
-    return best
+    return best, run.processor_share
 
 
-def _bandwidths(device: str, dtype: Any) -> tuple[Run, dict[str, float]]:
-    """The fastest read, and bytes a second of reading, copying and a product with a vector.
+def _bandwidths(device: str, dtype: Any) -> dict[str, float]:
+    """Bytes a second of reading, copying and a product with a vector.
 
     Reading is the fastest of three reductions, because none is the fastest on every processor.
     """
@@ -188,7 +192,7 @@ def _bandwidths(device: str, dtype: Any) -> tuple[Run, dict[str, float]]:
     matrix = source.view(dtype).view(-1, GEMV_COLUMNS)
     vector = torch.ones(GEMV_COLUMNS, device=device, dtype=dtype)
     gemv = _fastest(partial(torch.mv, matrix, vector), device)
-    return read, {
+    return {
         "read_bytes_s": num_bytes / read.seconds,
         "copy_bytes_s": 2 * num_bytes / copy.seconds,
         "gemv_bytes_s": num_bytes / gemv.seconds,
