@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +21,6 @@ from pdlab.kvcache import blocks_for
 from pdlab.models import Model, Tokenizer, load
 from pdlab.trace import StepRecord
 
-DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 CONTROL_CHARACTERS = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
 """Dropped from the model's text, which must not command the terminal."""
 HOW_TO_READ = (
@@ -162,7 +160,7 @@ def _print_header(console: Console, engine: Engine, walk: Walk, num_prompt_token
         "machine": f"{device}{machine['processor']}, {counted(machine['cores'], 'core')}, "
         f"{counted(machine['threads'], 'thread')}, torch {machine['torch']}",
         "model": f"{model.name}, {si(model.config.num_parameters, '')} parameters, "
-        f"{DTYPE_NAMES[model.dtype]}, {si(model.weight_bytes, 'B')} of weights",
+        f"{model.dtype_name}, {si(model.weight_bytes, 'B')} of weights",
         "prompt": f"{counted(num_prompt_tokens, 'token')}, {template}",
     }
     for name, value in lines.items():
@@ -205,7 +203,7 @@ def _print_summary(console: Console, model: Model, steps: Steps, output: Request
             continue
         cells = [name, seconds(measured_s)]
         if hardware:
-            predicted_s, used = _prediction(records, hardware, DTYPE_NAMES[model.dtype])
+            predicted_s, used = _prediction(records, hardware, model.dtype_name)
             cells += [seconds(predicted_s / count), used]
         table.add_row(*cells)
     console.print(table)
@@ -218,7 +216,7 @@ def _print_summary(console: Console, model: Model, steps: Steps, output: Request
 
 def _ceilings(console: Console, model: Model) -> Hardware:
     with console.status("measuring this machine's ceilings (a few seconds, once) ..."):
-        return calibrate(str(model.device), DTYPE_NAMES[model.dtype])
+        return calibrate(str(model.device), model.dtype_name)
 
 
 def _prediction(records: list[StepRecord], hardware: Hardware, dtype: str) -> tuple[float, str]:

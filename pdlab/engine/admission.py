@@ -18,8 +18,6 @@ Prompt = str | list[int] | list[dict[str, str]]
 """Text, token ids, or chat messages (`[{"role": "user", "content": "..."}]`)."""
 PromptList = Sequence[str] | Sequence[list[int]] | Sequence[Prompt]
 
-OWN_KV_FORMAT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-
 
 def resolve(model: Model, config: EngineConfig) -> EngineConfig:
     """The configuration with every `auto` and None replaced by what it means for this model.
@@ -40,7 +38,7 @@ def resolve(model: Model, config: EngineConfig) -> EngineConfig:
         backend = "exact" if config.exact else "torch"
     return replace(
         config,
-        kv_format=OWN_KV_FORMAT[dtype] if kv_format == "auto" else kv_format,
+        kv_format=model.dtype_name if kv_format == "auto" else kv_format,
         attention_backend=backend,
         max_model_len=config.max_model_len or limit,
     )
@@ -56,7 +54,8 @@ def tokenize(model: Model, prompt: Prompt) -> tuple[str, list[int]]:
     """The prompt as text (for people) and as token ids (for the model).
 
     Raises:
-        ValueError: it is neither text, token ids nor chat, or the model has no tokenizer for it.
+        ValueError: it is neither text, token ids nor chat, the model has no tokenizer for it, or no
+            embedding for a token.
     """
     tokenizer = model.tokenizer
     if isinstance(prompt, list) and all(_is_int(t) for t in prompt):
@@ -71,7 +70,9 @@ def tokenize(model: Model, prompt: Prompt) -> tuple[str, list[int]]:
     text = (
         tokenizer.render_chat(cast(list[dict[str, str]], prompt)) if is_chat else cast(str, prompt)
     )
-    return text, tokenizer.encode(text)
+    ids = tokenizer.encode(text)
+    check_vocabulary(model, ids)
+    return text, ids
 
 
 def check_vocabulary(model: Model, token_ids: list[int]) -> None:
@@ -82,24 +83,17 @@ def check_vocabulary(model: Model, token_ids: list[int]) -> None:
             raise ValueError(f"prompt has token id {token_id}, vocab_size is {vocab_size}")
 
 
-def check_fits(
-    model: Model,
-    config: EngineConfig,
-    prompt_ids: list[int],
-    params: SamplingParams,
-) -> None:
+def check_fits(config: EngineConfig, prompt_ids: list[int], params: SamplingParams) -> None:
     """Refuse what can never be served, whatever else runs.
 
     Args:
         config: resolved.
 
     Raises:
-        ValueError: the prompt is empty or too long, has unknown token ids, or would need more KV
-            blocks than there are.
+        ValueError: the prompt is empty or too long, or would need more KV blocks than there are.
     """
     if not prompt_ids:
         raise ValueError("prompt is empty: it needs at least 1 token")
-    check_vocabulary(model, prompt_ids)
     num_prompt, limit = len(prompt_ids), longest(config)
     if num_prompt > limit:
         raise ValueError(f"prompt has {num_prompt} tokens, max_model_len is {limit}")

@@ -178,7 +178,7 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r:.60} must be SamplingParams")
         text, prompt_ids = admission.tokenize(self.model, prompt)
-        admission.check_fits(self.model, self.config, prompt_ids, params)
+        admission.check_fits(self.config, prompt_ids, params)
         with self._lock, undisturbed():
             return self._queue(text, prompt_ids, params)
 

@@ -51,6 +51,11 @@ class Model:
     license: str
 
     @property
+    def dtype_name(self) -> str:
+        """`fp32`, `bf16` or `fp16`: how engine and cost model call the dtype of the weights."""
+        return next(name for name, dtype in DTYPES.items() if dtype is self.dtype)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the weights held on the device; tied embeddings count once."""
         return self.decoder.weight_bytes

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from pdlab.costmodel import activation_bytes, kv_bytes, score_matrix_bytes, weight_bytes
 from pdlab.models.config import ModelConfig
@@ -41,7 +42,6 @@ def test_weights_are_the_published_number_of_parameters(
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
 def test_weights_are_as_many_as_in_transformers(family: str, tied: bool) -> None:
-    transformers = pytest.importorskip("transformers")
     config = replace(
         TINY,
         family=family.lower(),
