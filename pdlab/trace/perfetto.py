@@ -5,8 +5,11 @@ are microseconds since the engine was made.
 
     process "engine"     steps     | step 0: prefill       | step 1: decode | ...
                                    | qkv | attention | mlp | ...
-                         counters  KV bytes (used, wasted); sequences (prefill, decode, waiting)
-    process "requests"   r0        | waiting | prefill 0-37 | decode | decode | ...
+                         counters  KV bytes (used, wasted, swapped); sequences (prefill, ...)
+    process "sequences"  r0        | waiting | prefill 0-37 | decode | swapped out | decode | ...
+                         r0.1                                 | fork from r0 | decode | ...
+
+Blocks that a step copied (copy-on-write, swap) are instants on the track of their sequence.
 """
 
 from __future__ import annotations
@@ -17,12 +20,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from pdlab.trace.records import RequestRecord, SequenceRecord, StepRecord
+from pdlab.trace.records import SequenceRecord, StepRecord
 from pdlab.trace.trace import Trace
 
 Event = dict[str, Any]
 
-ENGINE, REQUESTS = 1, 2
+ENGINE, SEQUENCES = 1, 2
 """Process ids."""
 STEPS = 1
 """Thread id of the engine's track of steps."""
@@ -47,8 +50,8 @@ def to_perfetto(trace: Trace) -> dict[str, Any]:
     for record in trace.steps:
         events += _step_events(record, num_layers)
         events += _counter_events(record)
-    for track, request in enumerate(trace.requests.values(), start=1):
-        events += _request_events(trace, request, track)
+    for track, (name, arrival_s) in enumerate(_sequences(trace).items(), start=1):
+        events += _sequence_events(trace, name, arrival_s, track)
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))  # the outer slice first
     return {
         "traceEvents": [*_names(trace), *events],
@@ -57,13 +60,22 @@ def to_perfetto(trace: Trace) -> dict[str, Any]:
     }
 
 
+def _sequences(trace: Trace) -> dict[str, float | None]:
+    """Every sequence, and when it began to wait: None for one that forks off when it first runs."""
+    return {
+        name: None if index else request.arrival_s
+        for request in trace.requests.values()
+        for index, name in enumerate(request.sequence_ids)
+    }
+
+
 def _names(trace: Trace) -> Iterator[Event]:
     """What processes and tracks are called."""
     yield _metadata("process_name", ENGINE, 0, f"engine: {trace.model.get('name', 'unnamed')}")
     yield _metadata("thread_name", ENGINE, STEPS, "steps")
-    yield _metadata("process_name", REQUESTS, 0, "requests")
-    for track, request_id in enumerate(trace.requests, start=1):
-        yield _metadata("thread_name", REQUESTS, track, request_id)
+    yield _metadata("process_name", SEQUENCES, 0, "sequences")
+    for track, name in enumerate(_sequences(trace), start=1):
+        yield _metadata("thread_name", SEQUENCES, track, name)
 
 
 def _step_events(record: StepRecord, num_layers: int | None) -> Iterator[Event]:
@@ -100,45 +112,66 @@ def _counter_events(record: StepRecord) -> Iterator[Event]:
         record.start_s + record.wall_s,
         used=record.kv_used_bytes,
         wasted=record.kv_wasted_bytes,
+        swapped=record.kv_swapped_bytes,
     )
 
 
-def _request_events(trace: Trace, request: RequestRecord, track: int) -> Iterator[Event]:
-    """A request's life: waiting or preempted until a step runs it, then that step's part in it."""
-    idle_since: tuple[str, float] | None = ("waiting", request.arrival_s)
-    place = (REQUESTS, track)
+def _sequence_events(
+    trace: Trace, sequence_id: str, arrival_s: float | None, track: int
+) -> Iterator[Event]:
+    """A sequence's life: waiting or preempted until a step runs it, then that step's part in it."""
+    idle_since = None if arrival_s is None else ("waiting", arrival_s)
+    place = (SEQUENCES, track)
     for record in trace.steps:
-        if request.request_id in record.preempted:
-            idle_since = ("preempted", record.start_s)
-        part = _part(record, request.request_id)
+        if sequence_id in record.preempted:
+            idle_since = (_how_preempted(record, sequence_id), record.start_s)
+        yield from _move_events(record, sequence_id, place)
+        part = _part(record, sequence_id)
         if part is None:
             continue
         if idle_since is not None:
             name, since_s = idle_since
             yield _slice(name, place, since_s, record.start_s - since_s)
             idle_since = None
-        name = f"prefill {part.start}-{part.end}" if part.phase == "prefill" else "decode"
         yield _slice(
-            name,
+            _part_name(part),
             place,
             record.start_s,
             record.wall_s,
             step=record.step,
             tokens=part.num_tokens,
+            cached_tokens=part.num_cached_tokens,
             context=part.end,
             sampled=None if part.sampled is None else trace.tokens.get(part.sampled),
         )
         if part.finish_reason:
             end_s = record.start_s + record.wall_s
-            yield _event("i", f"finished: {part.finish_reason}", place, end_s) | {"s": "t"}
+            yield _instant(f"finished: {part.finish_reason}", place, end_s)
     if idle_since is not None and trace.steps:
         name, since_s = idle_since
         end_s = trace.steps[-1].start_s + trace.steps[-1].wall_s
         yield _slice(name, place, since_s, max(0.0, end_s - since_s))
 
 
-def _part(record: StepRecord, request_id: str) -> SequenceRecord | None:
-    return next((part for part in record.sequences if part.request_id == request_id), None)
+def _move_events(record: StepRecord, sequence_id: str, place: tuple[int, int]) -> Iterator[Event]:
+    for move in record.moves:
+        if move.sequence_id == sequence_id:
+            name = f"{move.kind.replace('_', ' ')}: block {move.source} to {move.target}"
+            yield _instant(name, place, record.start_s)
+
+
+def _how_preempted(record: StepRecord, sequence_id: str) -> str:
+    return "swapped out" if sequence_id in record.swapped else "preempted"
+
+
+def _part_name(part: SequenceRecord) -> str:
+    if part.forked_from:
+        return f"fork from {part.forked_from}"
+    return f"prefill {part.start}-{part.end}" if part.phase == "prefill" else "decode"
+
+
+def _part(record: StepRecord, sequence_id: str) -> SequenceRecord | None:
+    return next((part for part in record.sequences if part.sequence_id == sequence_id), None)
 
 
 # --- events --------------------------------------------------------------------------------------
@@ -148,6 +181,10 @@ def _slice(
     name: str, place: tuple[int, int], start_s: float, duration_s: float, /, **args: Any
 ) -> Event:
     return _event("X", name, place, start_s, **args) | {"dur": duration_s * 1e6}
+
+
+def _instant(name: str, place: tuple[int, int], time_s: float) -> Event:
+    return _event("i", name, place, time_s) | {"s": "t"}
 
 
 def _counter(name: str, time_s: float, /, **values: int) -> Event:

@@ -1,4 +1,4 @@
-"""Attention weights of one request, put together from the captures of many steps."""
+"""Attention weights of one sequence, put together from the captures of many steps."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ class PooledMap(NamedTuple):
     factor: int
 
 
-def attention_captures(trace: Trace, request_id: str) -> list[Capture]:
-    """The request's captured attention weights, in order of steps."""
-    mine = [c for c in trace.captures if c.name == "attention" and c.request_id == request_id]
+def attention_captures(trace: Trace, sequence_id: str) -> list[Capture]:
+    """The sequence's captured attention weights, in order of steps."""
+    mine = [c for c in trace.captures if c.name == "attention" and c.sequence_id == sequence_id]
     return sorted(mine, key=lambda c: c.step)
 
 
-def captured_layers(trace: Trace, request_id: str) -> list[int]:
+def captured_layers(trace: Trace, sequence_id: str) -> list[int]:
     """Layers with attention captures; ValueError if there is none."""
-    layers = sorted({c.layer for c in attention_captures(trace, request_id)})
+    layers = sorted({c.layer for c in attention_captures(trace, sequence_id)})
     if not layers:
         raise ValueError(
-            f"request_id={request_id!r} has no attention in this trace: "
+            f"sequence_id={sequence_id!r} has no attention in this trace: "
             "run its steps inside `with engine.probe():`"
         )
     return layers
 
 
-def captured_heads(trace: Trace, request_id: str) -> list[int]:
-    """Numbers of the heads that every capture of the request holds."""
-    kept = [set(c.heads) for c in attention_captures(trace, request_id)]
+def captured_heads(trace: Trace, sequence_id: str) -> list[int]:
+    """Numbers of the heads that every capture of the sequence holds."""
+    kept = [set(c.heads) for c in attention_captures(trace, sequence_id)]
     return sorted(set.intersection(*kept)) if kept else []
 
 
-def attention_matrix(trace: Trace, request_id: str, layer: int) -> Array:
+def attention_matrix(trace: Trace, sequence_id: str, layer: int) -> Array:
     """Weights [heads, num_tokens, num_tokens]: row = query position, column = key position.
 
     Prefill chunks and decode rows stand in one matrix. A cell is NaN where the key lies in the
@@ -57,11 +57,11 @@ def attention_matrix(trace: Trace, request_id: str, layer: int) -> Array:
     Raises:
         ValueError: no attention of this layer was captured.
     """
-    captures = [c for c in attention_captures(trace, request_id) if c.layer == layer]
+    captures = [c for c in attention_captures(trace, sequence_id) if c.layer == layer]
     if not captures:
-        raise ValueError(f"layer={layer} has no captured attention for request {request_id!r}")
+        raise ValueError(f"layer={layer} has no captured attention for sequence {sequence_id!r}")
     side = max(c.array.shape[2] for c in captures)
-    heads = captured_heads(trace, request_id)
+    heads = captured_heads(trace, sequence_id)
     matrix = np.full((len(heads), side, side), np.nan, dtype=np.float32)
     for capture in captures:
         _, num_queries, num_keys = capture.array.shape
@@ -87,10 +87,10 @@ def pool(matrix: Array, max_side: int = MAX_SIDE) -> PooledMap:
     return PooledMap(means.astype(np.float32), factor)
 
 
-def query_rows(trace: Trace, request_id: str) -> list[tuple[str, int] | None]:
+def query_rows(trace: Trace, sequence_id: str) -> list[tuple[str, int] | None]:
     """For each position: the phase and the step that captured its query, or None."""
-    phases = {r.step: s.phase for r, s in trace.sequence_steps(request_id)}
-    captures = attention_captures(trace, request_id)
+    phases = {r.step: s.phase for r, s in trace.sequence_steps(sequence_id)}
+    captures = attention_captures(trace, sequence_id)
     side = max((c.array.shape[2] for c in captures), default=0)
     rows: list[tuple[str, int] | None] = [None] * side
     for capture in captures:

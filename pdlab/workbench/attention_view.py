@@ -52,16 +52,16 @@ class AttentionView(TraceWidget):
     def __init__(
         self,
         trace: Trace,
-        request_id: str | None = None,
+        sequence_id: str | None = None,
         *,
         layer: int | None = None,
         head: int | None = None,
         query: int | None = None,
     ) -> None:
-        request_id = request_id or next(iter(trace.requests), "")
-        layers = captured_layers(trace, request_id)
-        heads = captured_heads(trace, request_id)
-        matrices = [attention_matrix(trace, request_id, n) for n in layers]
+        sequence_id = sequence_id or next(iter(trace.requests), "")
+        layers = captured_layers(trace, sequence_id)
+        heads = captured_heads(trace, sequence_id)
+        matrices = [attention_matrix(trace, sequence_id, n) for n in layers]
         num_tokens = matrices[0].shape[-1]
         pooled = pool(np.stack(matrices), side_limit(len(layers), len(matrices[0])))
         super().__init__(
@@ -70,8 +70,8 @@ class AttentionView(TraceWidget):
             side=pooled.array.shape[-1],
             factor=pooled.factor,
             weights=pooled.array.astype("<f2").tobytes(),
-            tokens=[list(pair) for pair in token_strings(trace, request_id)[:num_tokens]],
-            rows=[list(row) if row else None for row in query_rows(trace, request_id)],
+            tokens=[list(pair) for pair in token_strings(trace, sequence_id)[:num_tokens]],
+            rows=[list(row) if row else None for row in query_rows(trace, sequence_id)],
             footer={"machine": machine_line(trace), "source": _source_line(trace)},
             layer=layers[0] if layer is None else layer,
             head=heads[0] if head is None else head,

@@ -1,4 +1,4 @@
-"""The Stepper widget: one request's walk through the engine, step by step, recorded or live."""
+"""The Stepper widget: one sequence's walk through the engine, step by step, recorded or live."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import traitlets
 
 from pdlab.trace.trace import Trace
 from pdlab.workbench.frames import stepper_frames, token_strings
+from pdlab.workbench.sequences import request_of, sequence_ids
 from pdlab.workbench.widget import TraceWidget, machine_line
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ MAX_FRAMES = 1000
 class Stepper(TraceWidget):
     """Tokenize, prefill, decode, decode ...: every picture is a recorded step.
 
-    `Stepper(trace)` walks through a recording. `Stepper(engine=engine, request_id=...)` is live:
+    `Stepper(trace)` walks through a recording. `Stepper(engine=engine, sequence_id=...)` is live:
     at the end of what is recorded, its forward button runs one `engine.step()`. Moving through the
     frames happens in the browser alone; `widget.step = 3` moves it from Python, to frame 3. Frame 0
     is the prompt, so the engine's own step numbers differ; the page shows both.
@@ -30,8 +31,8 @@ class Stepper(TraceWidget):
     name = "stepper"
 
     header = traitlets.Dict().tag(sync=True)
-    """Constants of the run: requests, block size, machine, provenance."""
-    request_id = traitlets.Unicode().tag(sync=True)
+    """Constants of the run: sequences, block size, machine, provenance."""
+    sequence_id = traitlets.Unicode().tag(sync=True)
     prompt = traitlets.Unicode().tag(sync=True)
     tokens = traitlets.List().tag(sync=True)
     frames = traitlets.List().tag(sync=True)
@@ -46,7 +47,7 @@ class Stepper(TraceWidget):
     def __init__(
         self,
         trace: Trace | None = None,
-        request_id: str | None = None,
+        sequence_id: str | None = None,
         *,
         engine: Engine | None = None,
         step: int = 0,
@@ -60,13 +61,13 @@ class Stepper(TraceWidget):
         first = next(iter(self._trace.requests))
         super().__init__(live=engine is not None, header=self._header())
         self.on_msg(self._on_message)
-        self.request_id = request_id or first
+        self.sequence_id = sequence_id or first
         self.step = step
 
     @classmethod
     def live_run(cls, engine: Engine, prompt: Any, params: Any = None) -> Stepper:
         """Submit a prompt and step through it: each forward is one `engine.step()`."""
-        return cls(engine=engine, request_id=engine.submit(prompt, params))
+        return cls(engine=engine, sequence_id=engine.submit(prompt, params))
 
     @property
     def frame(self) -> dict[str, Any]:
@@ -92,10 +93,10 @@ class Stepper(TraceWidget):
     def summary(self) -> str:
         frame = self.frame
         where = "prompt" if frame["step"] is None else f"engine step {frame['step']}"
-        return f"Stepper, request {self.request_id}, frame {self.step}, {where}: {frame['title']}"
+        return f"Stepper, sequence {self.sequence_id}, frame {self.step}, {where}: {frame['title']}"
 
-    @traitlets.observe("request_id")
-    def _on_request(self, _change: Any) -> None:
+    @traitlets.observe("sequence_id")
+    def _on_sequence(self, _change: Any) -> None:
         self._reload()
 
     @traitlets.validate("step")
@@ -104,9 +105,9 @@ class Stepper(TraceWidget):
 
     def _reload(self) -> None:
         with self.hold_sync():
-            self.prompt = self._trace.requests[self.request_id].prompt
-            self.tokens = [list(pair) for pair in token_strings(self._trace, self.request_id)]
-            frames = stepper_frames(self._trace, self.request_id)
+            self.prompt = request_of(self._trace, self.sequence_id).prompt
+            self.tokens = [list(pair) for pair in token_strings(self._trace, self.sequence_id)]
+            frames = stepper_frames(self._trace, self.sequence_id)
             self.frames = frames[:MAX_FRAMES]
             self.header = self._header() | {"cut": max(0, len(frames) - MAX_FRAMES)}
             self.step = min(self.step, len(self.frames) - 1)
@@ -115,7 +116,7 @@ class Stepper(TraceWidget):
     def _header(self) -> dict[str, Any]:
         engine = self._trace.engine
         return {
-            "requests": [{"id": name} for name in self._trace.requests],
+            "sequences": [{"id": name} for name in sequence_ids(self._trace)],
             "block_size": engine["block_size"],
             "num_blocks": engine["num_blocks"],
             "machine": machine_line(self._trace),

@@ -101,7 +101,7 @@ def test_saved_notebook_shows_cards_when_opened_again(running, lab: Lab, noteboo
     assert running.locator(".pdlab").count() == 0
     cards = running.locator(".jp-RenderedHTML:has-text('run this cell to make it live')")
     assert cards.count() == views + 1
-    assert running.get_by_text("Stepper, request r0").count() == 3
+    assert running.get_by_text("Stepper, sequence r0").count() == 3
     screenshot(running, "saved-notebook")
 
 
@@ -197,7 +197,7 @@ def live_stepper_runs_the_engine(page) -> None:
         forward.click()
         page.wait_for_selector(f".pd-stepper[aria-busy=false][data-frame='{frame}']:has(.pd-live)")
         assert live.locator(".pd-pill").text_content() == phase
-    live.get_by_text("The request is finished.").wait_for()
+    live.get_by_text("The sequence is finished.").wait_for()
     assert forward.is_disabled()
     assert live.locator(".pd-foot .pd-tag").text_content() == "measured"
     screenshot(live, "stepper-live")

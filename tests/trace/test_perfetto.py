@@ -17,7 +17,7 @@ NEEDED = {
     "M": {"name", "pid", "args"},
 }
 """Fields that each kind of event must have ("Trace Event Format")."""
-ENGINE, REQUESTS = 1, 2
+ENGINE, SEQUENCES = 1, 2
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_stages_of_every_layer_say_that_they_are_sums(trace: Trace) -> None:
 
 def test_each_request_has_a_track_that_tells_its_life(trace: Trace) -> None:
     lives: dict[int, list[str]] = {}
-    for event in slices(trace, REQUESTS):
+    for event in slices(trace, SEQUENCES):
         lives.setdefault(event["tid"], []).append(event["name"].split()[0])
     assert len(lives) == len(trace.requests)
     for life in lives.values():
@@ -98,7 +98,7 @@ def test_each_request_has_a_track_that_tells_its_life(trace: Trace) -> None:
 
 def test_slices_of_one_request_do_not_overlap(trace: Trace) -> None:
     ends: dict[int, float] = {}
-    for event in slices(trace, REQUESTS):
+    for event in slices(trace, SEQUENCES):
         assert event["ts"] >= ends.get(event["tid"], 0.0) - 1e-3
         ends[event["tid"]] = event["ts"] + event["dur"]
 
@@ -107,7 +107,12 @@ def test_counters_follow_the_kv_cache_and_the_batch(trace: Trace) -> None:
     events = to_perfetto(trace)["traceEvents"]
     counters = [event for event in events if event["ph"] == "C"]
     assert [event["args"] for event in counters if event["name"] == "KV bytes"] == [
-        {"used": record.kv_used_bytes, "wasted": record.kv_wasted_bytes} for record in trace.steps
+        {
+            "used": record.kv_used_bytes,
+            "wasted": record.kv_wasted_bytes,
+            "swapped": record.kv_swapped_bytes,
+        }
+        for record in trace.steps
     ]
     batches = [event["args"] for event in counters if event["name"] == "sequences"]
     assert [batch["prefill"] + batch["decode"] for batch in batches] == [
@@ -130,7 +135,7 @@ def test_a_request_that_never_ran_waits_to_the_end() -> None:
         engine.submit(random_prompt(4), params)
         engine.step()
         engine.step()
-    waiting = [e for e in slices(engine.trace, REQUESTS) if e["name"] == "waiting"]
+    waiting = [e for e in slices(engine.trace, SEQUENCES) if e["name"] == "waiting"]
     last = engine.trace.steps[-1]
     assert waiting[-1]["ts"] + waiting[-1]["dur"] == pytest.approx(
         (last.start_s + last.wall_s) * 1e6

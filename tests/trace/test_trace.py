@@ -147,7 +147,7 @@ def test_output_and_steps_of_one_request_are_found(trace):
     for request_id in trace.requests:
         pairs = trace.sequence_steps(request_id)
         assert [r.step for r, _ in pairs] == sorted(r.step for r, _ in pairs)
-        assert {s.request_id for _, s in pairs} == {request_id}
+        assert {s.sequence_id for _, s in pairs} == {request_id}
         sampled = [s.sampled for _, s in pairs if s.sampled is not None]
         assert trace.output_ids(request_id) == sampled
     assert [len(trace.output_ids(i)) for i in trace.requests] == [1, 9, 9]

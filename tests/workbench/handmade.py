@@ -131,7 +131,7 @@ class Recorder:
         self.computed[name] = end
         sampled = (end * 5) % len(WORDS) if end == len(ids) else None
         record = SequenceRecord(
-            request_id=name,
+            sequence_id=name,
             phase="decode" if start >= prompt and num_tokens == 1 else "prefill",
             start=start,
             token_ids=ids[start:end],
@@ -148,7 +148,7 @@ class Recorder:
     def capture(self, name: str, layer: int, num_heads: int = 3) -> None:
         """Attention weights of the newest step, causal and summing to 1."""
         step = self.trace.steps[-1]
-        mine = next(s for s in step.sequences if s.request_id == name)
+        mine = next(s for s in step.sequences if s.sequence_id == name)
         rng = np.random.default_rng(layer)
         logits = rng.normal(size=(num_heads, mine.num_tokens, mine.end)) * 2
         logits[:, :, 0] += 2

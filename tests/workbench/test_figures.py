@@ -71,7 +71,7 @@ def test_block_grid_shows_owner_and_fill_of_every_block(recorded: Trace) -> None
     for resident in record.residents:
         for i, block in enumerate(resident.block_table):
             filled = min(size, resident.num_computed_tokens - i * size)
-            taken[block] = (requests.index(resident.request_id), str(filled))
+            taken[block] = (requests.index(resident.sequence_id), str(filled))
     assert len(taken) > 2
     for block in range(recorded.engine["num_blocks"]):
         assert (owners[block], texts[block]) == taken.get(block, (-1, ""))
@@ -81,7 +81,7 @@ def test_attention_heatmap_shows_the_captured_weights(recorded: Trace) -> None:
     name = next(iter(recorded.requests))
     shown = figures.attention_heatmap(recorded, name, layer=7, head=2).data[0].customdata
     for capture in recorded.captures:
-        if capture.request_id == name and capture.layer == 7:
+        if capture.sequence_id == name and capture.layer == 7:
             rows = range(capture.start, capture.start + capture.array.shape[1])
             for i, row in enumerate(rows):
                 assert shown[row][: row + 1] == pytest.approx(capture.array[2, i, : row + 1])

@@ -43,7 +43,7 @@ def test_frames_hold_every_block_table(recorded: Trace) -> None:
     steps = {r.step: r for r in recorded.steps}
     for frame in stepper_frames(recorded, name)[1:]:
         expected = {
-            r.request_id: [r.block_table, r.num_computed_tokens]
+            r.sequence_id: [r.block_table, r.num_computed_tokens]
             for r in steps[frame["step"]].residents
         }
         assert frame["tables"] == expected
@@ -102,6 +102,6 @@ def test_frames_are_json(recorded: Trace) -> None:
 
 def test_unknown_request_is_named() -> None:
     with pytest.raises(
-        ValueError, match="request_id='third' is not in this trace; it holds: first"
+        ValueError, match="sequence_id='third' is not in this trace; it holds: first"
     ):
         stepper_frames(two_requests(), "third")

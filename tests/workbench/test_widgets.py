@@ -23,7 +23,7 @@ def test_stepper_sends_the_frames_of_its_request(recorded: Trace) -> None:
     widget = Stepper(recorded)
     first, second = recorded.requests
     assert widget.frames == stepper_frames(recorded, first)
-    widget.request_id = second
+    widget.sequence_id = second
     assert widget.frames == stepper_frames(recorded, second)
     assert widget.prompt == recorded.requests[second].prompt
 
@@ -62,7 +62,7 @@ def test_live_stepper_shows_what_went_wrong() -> None:
         def step(self) -> None:
             raise RuntimeError("engine is closed")
 
-    widget = Stepper(engine=BrokenEngine(), request_id="first")
+    widget = Stepper(engine=BrokenEngine(), sequence_id="first")
     widget.done = False
     widget.advance()
     assert widget.message == "RuntimeError: engine is closed"
@@ -91,7 +91,7 @@ def test_running_a_cell_again_makes_independent_widgets(recorded: Trace) -> None
 def test_attention_view_shows_the_captured_array(recorded: Trace) -> None:
     name = next(iter(recorded.requests))
     widget = AttentionView(recorded, name)
-    for capture in (c for c in recorded.captures if c.request_id == name):
+    for capture in (c for c in recorded.captures if c.sequence_id == name):
         widget.layer = capture.layer
         for head in widget.heads:
             widget.head = head

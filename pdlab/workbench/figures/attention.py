@@ -20,7 +20,7 @@ TOKEN_LABELS = 32
 """Tokens up to which the axes carry the tokens themselves."""
 
 
-def attention_heatmap(trace: Trace, request_id: str, layer: int, head: int) -> go.Figure:
+def attention_heatmap(trace: Trace, sequence_id: str, layer: int, head: int) -> go.Figure:
     """Weights of one head, [query, key]; above 256 tokens each cell is a mean, as the title says.
 
     The colour follows the square root of the weight, so that small weights show beside large ones.
@@ -28,8 +28,8 @@ def attention_heatmap(trace: Trace, request_id: str, layer: int, head: int) -> g
     Raises:
         ValueError: the layer was not captured, or it has no such head.
     """
-    matrix = attention_matrix(trace, request_id, layer)
-    heads = captured_heads(trace, request_id)
+    matrix = attention_matrix(trace, sequence_id, layer)
+    heads = captured_heads(trace, sequence_id)
     if head not in heads:
         raise ValueError(f"head={head} was not captured; these were: {heads}")
     cells, factor = pool(matrix[heads.index(head)], MAX_SIDE)
@@ -53,10 +53,10 @@ def attention_heatmap(trace: Trace, request_id: str, layer: int, head: int) -> g
             },
         )
     )
-    _label_axes(figure, trace, request_id, matrix.shape[-1])
+    _label_axes(figure, trace, sequence_id, matrix.shape[-1])
     styled(
         figure,
-        _title(trace, request_id, layer, head, factor),
+        _title(trace, sequence_id, layer, head, factor),
         f"recomputed from the engine's own q and cached K; {recorded_on(trace)}",
         height=680,
     )
@@ -65,18 +65,18 @@ def attention_heatmap(trace: Trace, request_id: str, layer: int, head: int) -> g
     return figure.update_xaxes(constrain="domain")
 
 
-def _label_axes(figure: go.Figure, trace: Trace, request_id: str, num_tokens: int) -> None:
+def _label_axes(figure: go.Figure, trace: Trace, sequence_id: str, num_tokens: int) -> None:
     figure.update_xaxes(title_text="key position: the token looked at")
     figure.update_yaxes(title_text="query position: the token that looks")
     if num_tokens <= TOKEN_LABELS:
-        texts = [text.strip() or "·" for _, text in token_strings(trace, request_id)[:num_tokens]]
+        texts = [text.strip() or "·" for _, text in token_strings(trace, sequence_id)[:num_tokens]]
         ticks = {"tickvals": list(range(num_tokens)), "ticktext": texts}
         figure.update_xaxes(**ticks, tickangle=-90)
         figure.update_yaxes(**ticks)
 
 
-def _title(trace: Trace, request_id: str, layer: int, head: int, factor: int) -> str:
-    phases = {row[0] for row in query_rows(trace, request_id) if row}
+def _title(trace: Trace, sequence_id: str, layer: int, head: int, factor: int) -> str:
+    phases = {row[0] for row in query_rows(trace, sequence_id) if row}
     what = "prefill triangle and decode rows" if len(phases) == 2 else f"{phases.pop()} rows"
     pooled = f" (mean over {factor} × {factor} tokens)" if factor > 1 else ""
     return f"Layer {layer}, head {head}: {what}{pooled}"

@@ -9,6 +9,7 @@ from pdlab.trace.trace import Trace
 from pdlab.workbench.figures.steps import find_step
 from pdlab.workbench.figures.style import recorded_on, styled
 from pdlab.workbench.palette import MEANING, sequence_color
+from pdlab.workbench.sequences import sequence_ids
 
 MAX_BLOCKS = 1024
 """Blocks that one grid draws."""
@@ -73,7 +74,7 @@ def block_grid(trace: Trace, step: int, columns: int = 16) -> go.Figure:
     record = find_step(trace, step)
     count = min(trace.engine["num_blocks"], MAX_BLOCKS)
     owners, fills = _owners(trace, record)
-    requests = list(trace.requests)
+    requests = sequence_ids(trace)
     shown = [owners.get(b, -1) for b in range(count)] + [None] * (-count % columns)
     texts = [str(fills[b]) if b in fills else "" for b in range(count)] + [""] * (-count % columns)
     hovers = [_hover(b, owners, fills, requests) for b in range(count)] + [""] * (-count % columns)
@@ -114,13 +115,13 @@ def block_grid(trace: Trace, step: int, columns: int = 16) -> go.Figure:
 
 def _owners(trace: Trace, record: StepRecord) -> tuple[dict[int, int], dict[int, int]]:
     """For each taken block: the index of its owner, and the slots it has filled."""
-    size, requests = trace.engine["block_size"], list(trace.requests)
+    size, requests = trace.engine["block_size"], sequence_ids(trace)
     owners: dict[int, int] = {}
     fills: dict[int, int] = {}
     for resident in record.residents:
         for logical, block in enumerate(resident.block_table):
             filled = max(0, min(size, resident.num_computed_tokens - logical * size))
-            index = requests.index(resident.request_id)
+            index = requests.index(resident.sequence_id)
             owners[block] = min(owners.get(block, index), index)
             fills[block] = max(fills.get(block, 0), filled)
     return owners, fills

@@ -1,4 +1,4 @@
-// The Stepper: one request's walk through the engine, a frame at a time. Frames come from frames.py.
+// The Stepper: one sequence's walk through the engine, a frame at a time. Frames come from frames.py.
 
 const ICONS = {
   first: "M3 3h2v10H3zM13 3v10L6 8z",
@@ -8,10 +8,12 @@ const ICONS = {
   forward: "M5 3v10l7-5z",
   last: "M11 3h2v10h-2zM3 3v10l7-5z",
 };
-const PHASES = { tokenize: "tokenize", prefill: "prefill", decode: "decode", waiting: "waiting", preempted: "preempted" };
+const PHASES = { tokenize: "tokenize", prefill: "prefill", decode: "decode", waiting: "waiting", preempted: "preempted", fork: "fork", swapped: "swapped" };
+const KIND_COLORS = { fork: "cached", swapped: "transfer" };
 const PLAY_MS = 650;
 const MAX_CHIPS = 600;
 const MAX_CELLS = 1024;
+const DROPPED = -1;
 
 function render({ model, el }) {
   const view = new StepperView(model);
@@ -47,10 +49,10 @@ class StepperView {
     this.pill = h("span.pd-pill");
     this.title = h("div.pd-title", { "aria-live": "polite" });
     this.note = h("div.pd-note");
-    this.request = this.requestSelect();
+    this.select = this.sequenceSelect();
     const takesKeys = { tabindex: 0, "data-lm-suppress-shortcuts": "true", onkeydown: (e) => this.onKey(e) };
     this.root = h("div.pdlab.pd-stepper", { role: "group", "aria-label": "Stepper", ...takesKeys }, [
-      h("div.pd-head", {}, [this.pill, this.title, this.request]),
+      h("div.pd-head", {}, [this.pill, this.title, this.select]),
       this.note,
       this.transport(),
       this.timeSection(),
@@ -60,12 +62,12 @@ class StepperView {
     ]);
   }
 
-  requestSelect() {
-    const requests = this.model.get("header").requests;
-    if (requests.length < 2) return null;
-    const options = requests.map((r) => h("option", { value: r.id }, [`request ${r.id}`]));
-    const choose = () => (this.pause(), this.push({ request_id: select.value, step: 0 }));
-    const select = h("select", { "aria-label": "Request", onchange: choose }, options);
+  sequenceSelect() {
+    const sequences = this.model.get("header").sequences;
+    if (sequences.length < 2) return null;
+    const options = sequences.map((s) => h("option", { value: s.id }, [`sequence ${s.id}`]));
+    const choose = () => (this.pause(), this.push({ sequence_id: select.value, step: 0 }));
+    const select = h("select", { "aria-label": "Sequence", onchange: choose }, options);
     return select;
   }
 
@@ -109,7 +111,7 @@ class StepperView {
     const entry = (color, label) => h("span", {}, [h("i.pd-swatch", { style: `background:var(--pd-${color})` }), label]);
     const dashed = h("i.pd-swatch", { style: "border:1.5px dashed var(--pd-decode)" });
     return h("div.pd-legend.pd-chip-legend", {}, [
-      entry("prefill", "prefill"), entry("decode", "decode"), entry("cached", "found in the prefix cache"),
+      entry("prefill", "prefill"), entry("decode", "decode"), entry("cached", "prefix cache or fork: computed for others"),
       h("span", {}, [dashed, "drawn, not computed yet"]), h("span", {}, ["solid: in this step"]),
     ]);
   }
@@ -126,7 +128,7 @@ class StepperView {
   }
 
   timeSection() {
-    const [node, body] = section("Time of this step", "all requests of the batch together", "pd-time");
+    const [node, body] = section("Time of this step", "all sequences of the batch together", "pd-time");
     this.stages = h("div.pd-stages", { role: "img" });
     this.stageLegend = h("div.pd-legend");
     body.append(this.stages, this.stageLegend);
@@ -134,7 +136,7 @@ class StepperView {
   }
 
   stepSection() {
-    const [node, body] = section("Work and memory of this step", "all requests of the batch together", "pd-step");
+    const [node, body] = section("Work and memory of this step", "all sequences of the batch together", "pd-step");
     this.metrics = h("div.pd-metrics");
     body.append(this.metrics);
     return node;
@@ -142,13 +144,13 @@ class StepperView {
 
   // ---- moving -----------------------------------------------------------------------------
 
-  /** Take the frames anew: another request, or a step more of a live run. */
+  /** Take the frames anew: another sequence, or a step more of a live run. */
   reload() {
     this.frames = this.model.get("frames");
     this.tokens = this.model.get("tokens");
-    this.colors = Object.fromEntries(this.model.get("header").requests.map((r, i) => [r.id, i % 8]));
-    this.requestId = this.model.get("request_id");
-    if (this.request) this.request.value = this.requestId;
+    this.colors = Object.fromEntries(this.model.get("header").sequences.map((s, i) => [s.id, i % 8]));
+    this.sequenceId = this.model.get("sequence_id");
+    if (this.select) this.select.value = this.sequenceId;
     this.slider.max = this.frames.length - 1;
     this.drawStrip();
     this.drawFoot();
@@ -237,7 +239,8 @@ class StepperView {
   }
 
   drawHead(frame) {
-    const style = frame.kind === "tokenize" ? "" : `background:var(--pd-${frame.kind});color:var(--pd-on-${frame.kind})`;
+    const color = kindColor(frame.kind);
+    const style = frame.kind === "tokenize" ? "" : `background:var(--pd-${color});color:var(--pd-on-${color})`;
     this.pill.style.cssText = style;
     this.pill.textContent = PHASES[frame.kind];
     this.title.textContent = frame.title;
@@ -266,7 +269,7 @@ class StepperView {
     const width = Math.max(2, Math.min(14, (620 / this.frames.length) * 0.7));
     clear(this.strip, ...this.frames.map((f, i) => {
       const height = tallest ? ((f.wall_s ?? 0) / tallest) * 100 : 0;
-      const color = f.kind === "tokenize" ? "muted" : f.kind;
+      const color = f.kind === "tokenize" ? "muted" : kindColor(f.kind);
       return h("i", { style: `left:calc(8px + (100% - 16px) * ${i / last});width:${width}px;height:${height}%;background:var(--pd-${color})` });
     }));
     this.stripNote.textContent = tallest ? `bar: wall time of the step, the tallest ${duration(tallest)}` : "";
@@ -279,7 +282,7 @@ class StepperView {
     this.root.setAttribute("aria-busy", String(busy));
     this.live.hidden = !this.model.get("live") && !message;
     this.live.toggleAttribute("data-error", Boolean(message));
-    const state = this.model.get("done") ? "The request is finished." : "Live: forward runs one real engine step.";
+    const state = this.model.get("done") ? "The sequence is finished." : "Live: forward runs one real engine step.";
     this.live.textContent = message || (busy ? "The engine is running a step …" : state);
     if (this.frames) this.drawButtons();
   }
@@ -344,23 +347,24 @@ class StepperView {
   }
 
   drawTable(frame) {
-    const [blocks, computed] = frame.tables[this.requestId] ?? [[], 0];
+    const [blocks, computed] = frame.tables[this.sequenceId] ?? [[], 0];
     const size = this.model.get("header").block_size;
     if (!blocks.length) {
       clear(this.table, h("div.pd-muted", { style: "grid-column:1/-1" }, ["No block is taken."]));
       return;
     }
     clear(this.table, ...blocks.flatMap((block, logical) => [
-      h("span", {}, [`${logical} → ${block}`]),
-      h("span.pd-muted", {}, [`${Math.max(0, Math.min(size, computed - logical * size))}/${size}`]),
-      h("span.pd-slots", {}, Array.from({ length: size }, (_, s) => this.slot(frame, logical * size + s, computed))),
+      h("span", {}, [`${logical} → ${block === DROPPED ? "∅" : block}`]),
+      h("span.pd-muted", {}, [block === DROPPED ? "" : `${Math.max(0, Math.min(size, computed - logical * size))}/${size}`]),
+      block === DROPPED ? h("span.pd-muted", {}, ["given back: out of the window"])
+        : h("span.pd-slots", {}, Array.from({ length: size }, (_, s) => this.slot(frame, logical * size + s, computed))),
     ]));
   }
 
   slot(frame, position, computed) {
     if (position >= computed) return h("i", { title: "taken, still empty" });
     const now = position >= frame.start && position < frame.end;
-    const color = now ? frame.kind : position < frame.cached ? "cached" : `seq-${this.colors[this.requestId]}`;
+    const color = now ? frame.kind : position < frame.cached ? "cached" : `seq-${this.colors[this.sequenceId]}`;
     return h("i", { style: `background:var(--pd-${color})`, title: `position ${position}` });
   }
 
@@ -369,6 +373,7 @@ class StepperView {
     const owners = new Map();
     for (const [id, [blocks, computed]] of Object.entries(frame.tables)) {
       blocks.forEach((block, i) => {
+        if (block === DROPPED) return;
         const fill = Math.max(0, Math.min(1, (computed - i * size) / size));
         owners.set(block, [...(owners.get(block) ?? []), [id, fill]]);
       });
@@ -376,8 +381,9 @@ class StepperView {
     const count = Math.min(total, MAX_CELLS);
     const columns = count <= 64 ? 12 : count <= 256 ? 24 : 36;
     const [cell, gap] = [360 / columns, columns > 24 ? 1 : 2];
+    const cached = new Set(frame.cached_blocks);
     const cells = Array.from({ length: count }, (_, b) =>
-      poolCell(b, (b % columns) * cell, Math.floor(b / columns) * cell, cell - gap, owners.get(b) ?? [], this.colors, this.requestId, cell > 24));
+      poolCell(b, (b % columns) * cell, Math.floor(b / columns) * cell, cell - gap, owners.get(b) ?? [], this.colors, this.sequenceId, cell > 24, cached.has(b)));
     const height = Math.ceil(count / columns) * cell;
     this.pool.innerHTML = `<svg viewBox="-1 -1 362 ${height + 2}" aria-hidden="true">${cells.join("")}</svg>`;
     this.pool.setAttribute("aria-label", `${owners.size} of ${total} KV blocks are taken`);
@@ -386,8 +392,8 @@ class StepperView {
 
   drawPoolLegend(frame, rest) {
     const entry = (color, label) => h("span", {}, [h("i.pd-swatch", { style: `background:var(--pd-${color})` }), label]);
-    const residents = Object.keys(frame.tables).slice(0, 8).map((id) => entry(`seq-${this.colors[id]}`, `request ${id}`));
-    clear(this.poolLegend, ...residents, entry("wasted", "taken, empty"), entry("free", "free"), rest ? h("span", {}, [rest]) : null);
+    const residents = Object.keys(frame.tables).slice(0, 8).map((id) => entry(`seq-${this.colors[id]}`, `sequence ${id}`));
+    clear(this.poolLegend, ...residents, entry("wasted", "taken, empty"), entry("free", "free"), frame.cached_blocks?.length ? h("span", {}, [h("i.pd-swatch", { style: "background:var(--pd-free);outline:1.5px dashed var(--pd-cached)" }), "free, a cached prefix"]) : null, rest ? h("span", {}, [rest]) : null);
   }
 
   drawStep(frame) {
@@ -426,6 +432,9 @@ class StepperView {
   }
 }
 
+/** Palette colour of what a sequence did in a step. */
+const kindColor = (kind) => KIND_COLORS[kind] ?? kind;
+
 function stageBar(name, seconds, total) {
   const share = (seconds / total) * 100;
   const text = share > 8 ? name : "";
@@ -433,11 +442,13 @@ function stageBar(name, seconds, total) {
   return h("span", { style, title: `${name}: ${duration(seconds)}` }, [text]);
 }
 
+const CACHED_RING = `stroke="var(--pd-cached)" stroke-width="1.6" stroke-dasharray="3 2"`;
+
 /** One block of the pool as SVG: free, or filled from below by its owner; two owners share it diagonally. */
-function poolCell(block, x, y, size, owners, colors, chosen, label) {
+function poolCell(block, x, y, size, owners, colors, chosen, label, cached) {
   const r = size > 12 ? 3 : 1;
   const at = `x="${x}" y="${y}" width="${size}" height="${size}" rx="${r}"`;
-  if (!owners.length) return `<g><title>block ${block}: free</title><rect ${at} fill="var(--pd-free)"/>${cellLabel(block, x, y, size, "var(--pd-muted)", label)}</g>`;
+  if (!owners.length) return `<g><title>block ${block}: free${cached ? ", a cached prefix" : ""}</title><rect ${at} fill="var(--pd-free)" ${cached ? CACHED_RING : ""}/>${cellLabel(block, x, y, size, "var(--pd-muted)", label)}</g>`;
   const fill = Math.max(...owners.map(([, f]) => f));
   const full = `x="${x}" y="${y + size * (1 - fill)}" width="${size}" height="${size * fill}" rx="${r}"`;
   const color = (id) => `var(--pd-seq-${colors[id] ?? 0})`;
@@ -446,7 +457,7 @@ function poolCell(block, x, y, size, owners, colors, chosen, label) {
   const mine = owners.some(([id]) => id === chosen);
   const ring = mine ? `<rect x="${x - 0.5}" y="${y - 0.5}" width="${size + 1}" height="${size + 1}" rx="${r}" fill="none" stroke="var(--pd-text)" stroke-width="1.2"/>` : "";
   const text = fill > 0.65 ? `var(--pd-seq-on-${colors[first] ?? 0})` : "#1B1F24";
-  const names = owners.map(([id]) => `request ${id}`).join(" and ");
+  const names = owners.map(([id]) => `sequence ${id}`).join(" and ");
   return `<g><title>block ${block}: ${escapeHtml(names)}, ${Math.round(fill * 100)} % filled</title><rect ${at} fill="var(--pd-wasted)"/><rect ${full} fill="${color(first)}"/>${shared}${ring}${cellLabel(block, x, y, size, text, label)}</g>`;
 }
 
