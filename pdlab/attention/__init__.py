@@ -2,8 +2,9 @@
 
 from pdlab.attention.exact import QUERY_TILE, ExactAttention
 from pdlab.attention.fused import FusedAttention
-from pdlab.attention.interface import AttentionBackend, AttentionInputs, visible
+from pdlab.attention.interface import AttentionBackend, AttentionInputs, gather_visible
 from pdlab.attention.reference import ReferenceAttention
+from pdlab.attention.window import Window, narrower, visible, visible_blocks
 
 BACKENDS: dict[str, type[AttentionBackend]] = {
     backend.name: backend for backend in (ReferenceAttention, FusedAttention, ExactAttention)
@@ -17,5 +18,9 @@ __all__ = [
     "ExactAttention",
     "FusedAttention",
     "ReferenceAttention",
+    "Window",
+    "gather_visible",
+    "narrower",
     "visible",
+    "visible_blocks",
 ]

@@ -6,7 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdlab.attention.interface import AttentionBackend, AttentionInputs, visible
+from pdlab.attention.interface import (
+    NOWHERE,
+    AttentionBackend,
+    AttentionInputs,
+    positions_of,
+)
+from pdlab.attention.window import Window, visible
 from pdlab.kvcache import PagedKVCache
 
 
@@ -21,13 +27,21 @@ class FusedAttention(AttentionBackend):
 
     name = "torch"
 
-    def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        num_queries, context_len = q.shape[0], k.shape[0]
-        if num_queries == 1:
-            seen = slice(None if window is None else -window, None)
-            return _single_queries(q, k[None, seen], v[None, seen])
-        square = num_queries == context_len and window is None
-        mask = None if square else visible(num_queries, context_len, window, q.device)
+    def dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: Window | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        mask = None  # enough where all keys are seen, or those up to one's own
+        square = len(q) == len(k) and window is None
+        if window is not None or not (square or len(q) == 1):
+            keys = positions_of(k, positions)
+            mask = visible(keys[-len(q) :], keys, window)
+        if len(q) == 1:
+            return _single_queries(q, k[None], v[None], mask)
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=square, enable_gqa=q.shape[1] != k.shape[1]
@@ -40,7 +54,7 @@ class FusedAttention(AttentionBackend):
         q: Tensor,
         kv_cache: PagedKVCache,
         inputs: AttentionInputs,
-        window: int | None = None,
+        window: Window | None = None,
     ) -> Tensor:
         num_decodes = 0  # decodes come first in a batch
         while num_decodes < inputs.num_sequences and inputs.num_queries(num_decodes) == 1:
@@ -50,13 +64,8 @@ class FusedAttention(AttentionBackend):
         decoded = self._decode(layer, q[:num_decodes], kv_cache, inputs, window)
         if num_decodes == inputs.num_sequences:
             return decoded
-        rest = AttentionInputs(
-            [start - num_decodes for start in inputs.query_starts[num_decodes:]],
-            inputs.context_lens[num_decodes:],
-            inputs.block_tables[num_decodes:],
-        )
-        prefilled = super().paged(layer, q[num_decodes:], kv_cache, rest, window)
-        return torch.cat((decoded, prefilled))
+        chunks = range(num_decodes, inputs.num_sequences)
+        return torch.cat((decoded, self._one_by_one(layer, q, kv_cache, inputs, window, chunks)))
 
     def _decode(
         self,
@@ -64,31 +73,29 @@ class FusedAttention(AttentionBackend):
         q: Tensor,
         kv_cache: PagedKVCache,
         inputs: AttentionInputs,
-        window: int | None,
+        window: Window | None,
     ) -> Tensor:
         """One query a sequence, [num_decodes, num_heads, head_dim], all sequences at once."""
-        rows = list(range(len(q)))
-        tables = inputs.padded_block_tables(rows, kv_cache.block_size, q.device)
-        k, v = kv_cache.gather(layer, tables, q.dtype)
-        lengths = torch.tensor(inputs.context_lens[: len(q)], device=q.device)[:, None]
-        keys = torch.arange(k.shape[1], device=q.device)[None, :]
-        mask = keys < lengths
+        reads = inputs.reads(range(len(q)), kv_cache.block_size, window, q.device)
+        k, v = kv_cache.gather(layer, reads.tables, q.dtype)
+        absent = reads.positions == NOWHERE
         for x in (k, v):  # a masked NaN or inf would still spread: 0 * NaN is NaN
-            x.masked_fill_(~mask[:, :, None, None], 0)
-        if window is not None:
-            mask &= keys >= lengths - window
-        return _single_queries(q, k, v, mask[:, None, None, :])
+            x.masked_fill_(absent[:, :, None, None], 0)
+        queries = torch.tensor(inputs.context_lens[: len(q)], device=q.device)[:, None] - 1
+        mask = visible(queries, reads.positions, window)
+        return _single_queries(q, k, v, mask[:, None])
 
 
 def _single_queries(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attention of one query a sequence, which sees all of its context: no causal mask.
+    """Attention of one query a sequence: no key comes after it, so it needs no causal mask.
 
-    So the heads of a group can stand as query rows of their KV head, and K and V need not be
+    And the heads of a group can stand as query rows of their KV head, and K and V need not be
     repeated.
 
     Args:
         q: [num_sequences, num_heads, head_dim].
-        k, v: [num_sequences, context_len, num_kv_heads, head_dim].
+        k, v: [num_sequences, num_keys, num_kv_heads, head_dim].
+        mask: bool, broadcastable to [num_sequences, 1, 1, num_keys]; True where a query may look.
     """
     grouped = q.unflatten(1, (k.shape[2], -1))
     out = F.scaled_dot_product_attention(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdlab.attention.interface import AttentionBackend, visible
+from pdlab.attention.interface import AttentionBackend, positions_of
+from pdlab.attention.window import Window, visible
 
 
 class ReferenceAttention(AttentionBackend):
@@ -13,16 +14,30 @@ class ReferenceAttention(AttentionBackend):
 
     name = "reference"
 
-    def dense(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
-        weights = self.weights(q, k, window)
+    def dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: Window | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        weights = self.weights(q, k, window, positions)
         values = _share(v, q).float()
         return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
 
-    def weights(self, q: Tensor, k: Tensor, window: int | None = None) -> Tensor:
-        """Attention weights, float32 [num_heads, num_queries, context_len]; each row sums to 1."""
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        window: Window | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Attention weights, float32 [num_heads, num_queries, num_keys]; each row sums to 1."""
         scores = torch.einsum("qhd,khd->hqk", q.float(), _share(k, q).float())
         scores *= q.shape[-1] ** -0.5
-        mask = visible(q.shape[0], k.shape[0], window, q.device)
+        keys = positions_of(k, positions)
+        mask = visible(keys[-len(q) :], keys, window)
         return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
 
 
