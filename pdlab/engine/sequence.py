@@ -1,4 +1,4 @@
-"""One request on its way through the engine."""
+"""One sequence on its way through the engine."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pdlab.engine.config import SamplingParams
+from pdlab.kvcache import Prefix
 from pdlab.trace import Phase
 
 
@@ -35,14 +36,24 @@ class Sequence:
     decoding sequence always has exactly one uncomputed token, its newest.
     """
 
+    sequence_id: str
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
     seed: int = 0
+    uses_prefix_cache: bool = False
     token_ids: list[int] = field(init=False)
     """Prompt and output."""
-    block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    host_table: list[int] = field(default_factory=list)
+    """Blocks in host memory that hold the computed tokens while the sequence is swapped out."""
+    prefixes: list[Prefix] = field(default_factory=list)
+    """What the full blocks hold, for those that others may find."""
+    block_mass: list[float] = field(default_factory=list)
+    """Attention that each block has received; kept only where blocks are dropped by it."""
+    forks: list[Sequence] = field(default_factory=list)
+    """Further samples of the same prompt, which start when the prompt is computed."""
     state: SequenceState = SequenceState.WAITING
     finish_reason: str | None = None
 

@@ -20,19 +20,44 @@ class Candidate(NamedTuple):
     probability: float
 
 
+DROPPED = -1
+"""Stands in a block table for a block that was given back because no query will see it again."""
+
+
+MoveKind = Literal["copy", "swap_out", "swap_in"]
+
+
+class BlockMove(NamedTuple):
+    """A block whose bytes were copied before the forward pass.
+
+    `copy` makes a private block of a shared one that is about to be written (copy-on-write);
+    `swap_out` goes from a block of the pool to one of host memory, `swap_in` the other way.
+    """
+
+    kind: MoveKind
+    source: int
+    target: int
+    sequence_id: str
+
+
 @dataclass(frozen=True)
 class SequenceRecord:
     """What one sequence did in one step.
 
     The step computed K and V for `token_ids`, which stand at positions `start` to `end - 1`.
     `sampled` is the token drawn from the last of them, or None when this was not the last chunk.
+    Where a request asks for several samples, the sequences that fork off in this step have records
+    of their own: no tokens computed, a first token sampled, and `forked_from`.
     """
 
-    request_id: str
+    sequence_id: str
     phase: Phase
     start: int
     token_ids: list[int]
     blocks_taken: list[int]
+    num_cached_tokens: int = 0
+    """Tokens whose K and V this step found in the prefix cache: those right before `start`."""
+    forked_from: str | None = None
     sampled: int | None = None
     probability: float | None = None
     """Of the sampled token, in the distribution it was drawn from."""
@@ -54,9 +79,13 @@ class SequenceRecord:
 
 @dataclass(frozen=True)
 class Resident:
-    """A sequence that held KV blocks while the step ran (scheduled in it or not)."""
+    """A sequence that held KV blocks while the step ran (scheduled in it or not).
 
-    request_id: str
+    Tables of two residents may name one block: they share it. DROPPED stands for a block that fell
+    out of an attention window.
+    """
+
+    sequence_id: str
     block_table: list[int]
     num_computed_tokens: int
 
@@ -80,17 +109,33 @@ class StepRecord:
     residents: list[Resident]
     waiting: list[str]
     preempted: list[str]
+    """Sequences that lost their blocks; those in `swapped` kept a copy in host memory."""
     blocks_freed: list[int]
     num_free_blocks: int
+    """Blocks that could be taken: empty ones, and cached ones that nobody holds."""
     kv_used_bytes: int
-    """Bytes of KV slots that hold a token's K and V."""
+    """Bytes of KV slots that hold a token's K and V; a shared slot counts once."""
     kv_wasted_bytes: int
-    """Bytes of KV slots inside taken blocks that hold nothing yet."""
+    """Bytes of KV slots inside taken blocks that hold nothing yet (or nothing still visible)."""
     flops: dict[str, int]
     """FLOPs by part: qkv, attention, output, mlp, logits."""
     bytes_moved: dict[str, int]
     """The least bytes the step had to move, by part: weights, kv_read, kv_write. What kernels move
     beyond that (copies, activations) is not counted."""
+    moves: list[BlockMove] = field(default_factory=list)
+    """Blocks copied before the forward pass, in order."""
+    swapped: dict[str, list[int]] = field(default_factory=dict)
+    """Preempted sequences in host memory, each with its table of host blocks."""
+    cached_blocks: list[int] = field(default_factory=list)
+    """Free blocks that still hold a cached prefix, the next to be evicted first."""
+    kv_shared_bytes: int = 0
+    """Bytes that sharing saves now: slots counted once for each further sequence that uses them."""
+    kv_swapped_bytes: int = 0
+    """Bytes of host blocks in use."""
+    activation_peak_bytes: int | None = None
+    """Most bytes of activations that existed at once; measured only where it was asked for."""
+    activation_total_bytes: int | None = None
+    """Bytes of all activations that the step made, one after the other; measured as the peak."""
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +167,16 @@ class RequestRecord:
     params: dict
     arrival_s: float
 
+    @property
+    def sequence_ids(self) -> list[str]:
+        """Names of its samples: the first bears the request's own."""
+        return sample_ids(self.request_id, self.params.get("n", 1))
+
+
+def sample_ids(request_id: str, n: int) -> list[str]:
+    """Names of a request's `n` sequences: r0, r0.1, r0.2, ..."""
+    return [request_id] + [f"{request_id}.{i}" for i in range(1, n)]
+
 
 @dataclass(frozen=True)
 class Capture:
@@ -136,7 +191,7 @@ class Capture:
     """
 
     step: int
-    request_id: str
+    sequence_id: str
     layer: int
     name: Literal["attention", "q", "k", "v", "attended"]
     source: Literal["engine", "reference"]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pdlab.trace.records import (
+    BlockMove,
     Candidate,
     Capture,
     RequestRecord,
@@ -22,7 +23,7 @@ from pdlab.trace.records import (
     StepRecord,
 )
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 PLAIN = ("machine", "model", "engine", "tokens", "aborted")
 """Fields that are JSON as they stand."""
 
@@ -40,7 +41,8 @@ class Trace:
     model: dict[str, Any] = field(default_factory=dict)
     """name, dtype, weight_bytes, and under `config` the fields of ModelConfig."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """The fields of EngineConfig, and kv_bytes_per_token."""
+    """The fields of EngineConfig, kv_bytes_per_token (scales included, maybe fractional), and
+    kv_open_bytes: what block-wise formats keep beside the blocks, for those still filling."""
     tokens: dict[int, str] = field(default_factory=dict)
     requests: dict[str, RequestRecord] = field(default_factory=dict)
     aborted: dict[str, float] = field(default_factory=dict)
@@ -48,13 +50,13 @@ class Trace:
     steps: list[StepRecord] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
 
-    def sequence_steps(self, request_id: str) -> list[tuple[StepRecord, SequenceRecord]]:
-        """The steps in which one request ran, in order, each with its part of the step."""
-        return [(r, s) for r in self.steps for s in r.sequences if s.request_id == request_id]
+    def sequence_steps(self, sequence_id: str) -> list[tuple[StepRecord, SequenceRecord]]:
+        """The steps in which one sequence ran, in order, each with its part of the step."""
+        return [(r, s) for r in self.steps for s in r.sequences if s.sequence_id == sequence_id]
 
-    def output_ids(self, request_id: str) -> list[int]:
-        """Token ids sampled for one request, in order."""
-        pairs = self.sequence_steps(request_id)
+    def output_ids(self, sequence_id: str) -> list[int]:
+        """Token ids sampled for one sequence, in order."""
+        pairs = self.sequence_steps(sequence_id)
         return [s.sampled for _, s in pairs if s.sampled is not None]
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -112,7 +114,8 @@ def _step(raw: dict[str, Any]) -> StepRecord:
         SequenceRecord(**s | {"top": [Candidate(*c) for c in s["top"]]}) for s in raw["sequences"]
     ]
     residents = [Resident(**r) for r in raw["residents"]]
-    return StepRecord(**raw | {"sequences": sequences, "residents": residents})
+    moves = [BlockMove(*m) for m in raw["moves"]]
+    return StepRecord(**raw | {"sequences": sequences, "residents": residents, "moves": moves})
 
 
 def _pack(array: np.ndarray) -> dict[str, Any]:
