@@ -1,8 +1,11 @@
 """Where K and V live, and who owns each block of them."""
 
 from pdlab.kvcache.block_pool import BlockPool, blocks_for
+from pdlab.kvcache.formats import FLOAT_DTYPES as KV_DTYPES
+from pdlab.kvcache.formats import KVFormat, parse_kv_format
 from pdlab.kvcache.manager import Hits, Holder, KVManager, PrefixCacheStats, Release, Retention
-from pdlab.kvcache.paged import KV_DTYPES, PagedKVCache
+from pdlab.kvcache.open_blocks import WritePlan
+from pdlab.kvcache.paged import PagedKVCache, copy_blocks
 from pdlab.kvcache.prefix import Prefix
 
 __all__ = [
@@ -10,11 +13,15 @@ __all__ = [
     "BlockPool",
     "Hits",
     "Holder",
+    "KVFormat",
     "KVManager",
     "PagedKVCache",
     "Prefix",
     "PrefixCacheStats",
     "Release",
     "Retention",
+    "WritePlan",
     "blocks_for",
+    "copy_blocks",
+    "parse_kv_format",
 ]
