@@ -1,0 +1,216 @@
+"""Request traces: when requests arrived, how long they were, and which prefixes they share.
+
+No text and no tokens: the public traces hold lengths, and at most hashes of the prompt's blocks.
+Two formats are read, told apart by their content:
+
+- Azure LLM inference 2023 (Patel et al. 2024, Splitwise; CC-BY), CSV:
+  `TIMESTAMP,ContextTokens,GeneratedTokens`
+- Mooncake (Qin et al. 2025, FAST; Apache-2.0), JSON lines:
+  `{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}`
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from math import inf
+from pathlib import Path
+
+from pdlab.shipped import shipped
+
+AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+MOONCAKE_BLOCK_SIZE = 512
+"""Tokens that one of Mooncake's hash ids stands for; the file itself does not say."""
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """One request of a trace.
+
+    Attributes:
+        arrival_s: seconds since the first request of the trace.
+        num_prompt_tokens: at least 1.
+        num_output_tokens: at least 1.
+        prefix_ids: one id for each `prefix_block_size` tokens of the prompt, the last block perhaps
+            partly filled. Equal ids mean equal tokens up to the end of that block, from the first
+            token on. Empty where the trace does not tell.
+        prefix_block_size: tokens; None where the trace has no prefix ids.
+    """
+
+    arrival_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int
+    prefix_ids: tuple[int, ...] = ()
+    prefix_block_size: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output together."""
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Most tokens it ever has in the KV cache: the last one sampled is never fed back."""
+        return self.num_tokens - 1
+
+
+def read_trace(
+    path: Path | str, *, prefix_block_size: int = MOONCAKE_BLOCK_SIZE
+) -> list[TraceRequest]:
+    """The requests of a trace file, by time of arrival; the first arrives at 0.
+
+    Args:
+        path: a file in one of the two formats; its name does not matter.
+        prefix_block_size: tokens that one hash id stands for.
+
+    Raises:
+        ValueError: not a trace, empty, or damaged; names the file, the line and the field.
+        OSError: the file cannot be read.
+    """
+    if prefix_block_size < 1:
+        raise ValueError(f"prefix_block_size={prefix_block_size} must be at least 1")
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text file, so not a trace: {error}") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise ValueError(f"{path}: the file is empty")
+    first = numbered[0][1]
+    if _cells(first) == AZURE_HEADER:
+        requests = _read(path, numbered[1:], _azure_request)
+    elif first.lstrip().startswith("{"):
+        requests = _read(path, numbered, lambda line: _mooncake_request(line, prefix_block_size))
+    else:
+        raise ValueError(
+            f"{path}, line {numbered[0][0]}: unknown format; a trace starts with the line "
+            f"{','.join(AZURE_HEADER)!r} or is JSON lines with {', '.join(MOONCAKE_FIELDS)}"
+        )
+    if not requests:
+        raise ValueError(f"{path}: a header and no requests")
+    start_s = min(request.arrival_s for request in requests)
+    requests = [replace(r, arrival_s=round(r.arrival_s - start_s, 6)) for r in requests]
+    return sorted(requests, key=lambda request: request.arrival_s)
+
+
+def shipped_traces() -> dict[str, Path]:
+    """The traces that come with pdlab (synthetic: see `pdlab.workload.synthetic`), by name."""
+    folder = shipped("data") / "traces"
+    paths = sorted(p for p in folder.iterdir() if p.suffix in (".csv", ".jsonl"))
+    return {path.stem: path for path in paths}
+
+
+def find_trace(name: str) -> Path:
+    """A trace file from its path, or from the name of one that comes with pdlab.
+
+    Raises:
+        ValueError: neither a file nor a name; lists the names.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    named = shipped_traces()
+    if name not in named:
+        raise ValueError(f"trace={name!r} is no file; by name there are: {', '.join(named)}")
+    return named[name]
+
+
+def _read(
+    path: Path, lines: Iterable[tuple[int, str]], parse: Callable[[str], TraceRequest]
+) -> list[TraceRequest]:
+    requests = []
+    for number, line in lines:
+        try:
+            requests.append(parse(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+    return requests
+
+
+# --- Azure ---------------------------------------------------------------------------------------
+
+
+def _cells(line: str) -> tuple[str, ...]:
+    return tuple(cell.strip() for row in csv.reader([line]) for cell in row)
+
+
+def _azure_request(line: str) -> TraceRequest:
+    cells = _cells(line)
+    if len(cells) != len(AZURE_HEADER):
+        raise ValueError(f"{len(cells)} fields instead of {len(AZURE_HEADER)}: {_short(line)}")
+    fields = dict(zip(AZURE_HEADER, cells, strict=True))
+    try:
+        # microseconds: the seventh decimal that the files have is dropped by `fromisoformat`
+        time = datetime.fromisoformat(fields["TIMESTAMP"])
+    except ValueError as error:
+        raise ValueError(f"TIMESTAMP={fields['TIMESTAMP']!r} is no time") from error
+    time = time.replace(tzinfo=time.tzinfo or UTC)  # no summer time in a difference
+    prompt, output = (_count_in_text(name, fields[name]) for name in AZURE_HEADER[1:])
+    return TraceRequest(time.timestamp(), prompt, output)
+
+
+def _count_in_text(field: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{field}={text!r} is no number of tokens")
+    return _at_least_one(field, int(text))
+
+
+# --- Mooncake ------------------------------------------------------------------------------------
+
+
+def _mooncake_request(line: str, block_size: int) -> TraceRequest:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON object: {error.msg} in {_short(line)}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"no JSON object: {_short(line)}")
+    for name in MOONCAKE_FIELDS:
+        if name not in fields:
+            raise ValueError(f"{name} is missing: {_short(line)}")
+    arrival_ms = fields["timestamp"]
+    if not (_is_int(arrival_ms) or isinstance(arrival_ms, float)) or not 0 <= arrival_ms < inf:
+        raise ValueError(f"timestamp={arrival_ms!r} is no time in ms")
+    prompt, output = (_count(name, fields[name]) for name in MOONCAKE_FIELDS[1:3])
+    prefix_ids = tuple(_prefix_ids(fields["hash_ids"]))
+    if len(prefix_ids) != -(-prompt // block_size):
+        raise ValueError(
+            f"hash_ids has {len(prefix_ids)} ids; input_length={prompt} is "
+            f"{-(-prompt // block_size)} blocks of {block_size} tokens"
+        )
+    return TraceRequest(arrival_ms / 1000, prompt, output, prefix_ids, block_size)
+
+
+def _prefix_ids(ids: object) -> Iterator[int]:
+    if not isinstance(ids, list):
+        raise ValueError(f"hash_ids={_short(ids)} is no list")
+    for item in ids:
+        if not _is_int(item):
+            raise ValueError(f"hash_ids holds {_short(item)}, which is no integer")
+        yield item
+
+
+def _count(field: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{field}={_short(value)} is no number of tokens")
+    return _at_least_one(field, value)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _at_least_one(field: str, count: int) -> int:
+    if count < 1:
+        raise ValueError(f"{field}={count} must be at least 1 token")
+    return count
+
+
+def _short(value: object, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 4] + " ..."
