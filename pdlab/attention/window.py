@@ -85,6 +85,6 @@ def visible_blocks(
     if window is None:
         return list(range(end))
     recent = max(0, first_query - window.size + 1) // block_size
-    oldest = 0 if window.reach is None else max(0, first_query - window.reach + 1) // block_size
-    sinks = range(oldest, min(blocks_for(window.sinks, block_size), recent))
-    return [*sinks, *range(recent, end)]
+    oldest = 0 if window.reach is None else max(0, first_query - window.reach + 1)
+    sink_end = min(blocks_for(window.sinks, block_size), recent) if oldest < window.sinks else 0
+    return [*range(oldest // block_size, sink_end), *range(recent, end)]
