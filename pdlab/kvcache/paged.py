@@ -64,10 +64,10 @@ class PagedKVCache:
         self.k_format, self.v_format = parse_kv_format(kv_format, config.head_dim)
         self.device = torch.device(device)
         self.head_groups = head_groups
+        self.stores = self._allocate(max_open_blocks)
         self.open_blocks: OpenBlocks | None = None
         if self.k_format.is_blockwise or self.v_format.is_blockwise:
             self.open_blocks = OpenBlocks(num_blocks, block_size, max_open_blocks, device)
-        self.stores = self._allocate(max_open_blocks)
 
     def _allocate(self, num_open: int) -> tuple[list[KVStore], list[KVStore]]:
         """The stores of K and of V, one for each head group."""

@@ -62,7 +62,12 @@ class KVStore:
         Args:
             places: their places in the open area, -1 for blocks that have none.
         """
-        x = self.format.decode(tuple(part[layer][block_table] for part in self.parts), dtype)
+        numbers = block_table.flatten()  # index_select copies whole blocks, indexing is slower
+        stored = tuple(
+            part[layer].index_select(0, numbers).view(*block_table.shape, *part.shape[2:])
+            for part in self.parts
+        )
+        x = self.format.decode(stored, dtype)
         if self.open is not None and places is not None:
             is_open = places >= 0
             x[is_open] = self.open[layer][places[is_open]].to(dtype)
