@@ -209,8 +209,23 @@ def test_a_format_reads_back_as_it_is_written(text, k, v):
 
 @pytest.mark.parametrize(
     "text",
-    """auto int2 INT8 fp32:token int8: int8:row int8:head:16 int8:token:x int8:token:-4
-    int8:token:\u0664 int8:token:16:2 /int8 int8/ / int8/int8/int8""".split(),
+    [
+        "auto",
+        "int2",
+        "INT8",
+        "fp32:token",
+        "int8:",
+        "int8:row",
+        "int8:head:16",
+        "int8:token:x",
+        "int8:token:-4",
+        "int8:token:٤",
+        "int8:token:16:2",
+        "/int8",
+        "int8/",
+        "/",
+        "int8/int8/int8",
+    ],
 )
 def test_what_is_not_in_the_grammar_is_refused_with_what_is(text):
     with pytest.raises(ValueError, match=r"kv_format=.* is not one of fp32, fp16, bf16"):
