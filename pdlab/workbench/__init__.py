@@ -9,6 +9,7 @@ A figure is a pure function of a trace, a widget is a class around one:
 from pdlab.engine.recorder import cost_of
 from pdlab.workbench import figures
 from pdlab.workbench.attention_view import AttentionView
+from pdlab.workbench.block_table import BlockTableView
 from pdlab.workbench.checks import check
 from pdlab.workbench.display import show, static_png
 from pdlab.workbench.experiments import (
@@ -24,6 +25,7 @@ from pdlab.workbench.experiments import (
 )
 from pdlab.workbench.frames import stepper_frames
 from pdlab.workbench.lesson import Predictions, glossary, progress
+from pdlab.workbench.memory_ledger import MemoryLedger
 from pdlab.workbench.notebooks import execute_notebook
 from pdlab.workbench.palette import legend
 from pdlab.workbench.roofline_view import RooflineView
@@ -32,6 +34,8 @@ from pdlab.workbench.tokens import token_table
 
 __all__ = [
     "AttentionView",
+    "BlockTableView",
+    "MemoryLedger",
     "Predictions",
     "RooflineView",
     "Stepper",

@@ -58,6 +58,17 @@ MOVED: dict[str, str] = {
 }
 """Bytes moved in a step, by part."""
 
+MEMORY: dict[str, str] = {
+    "weights": MOVED["weights"],
+    "used": MEANING["cached"],
+    "wasted": MEANING["wasted"],
+    "swapped": MEANING["transfer"],
+    "open": MEANING["quantized"],
+    "activations": STAGE["output"],
+}
+"""Where bytes are. Free memory has the colour of `free`; free blocks that keep a prefix are hatched
+with the colour of `used`."""
+
 UNKNOWN = "#9AA1AB"
 """For a stage or a part that this palette has no colour for yet."""
 
@@ -143,6 +154,7 @@ def css_variables() -> str:
     fixed |= {f"stage-{name}": color for name, color in STAGE.items()}
     fixed |= {f"stage-on-{name}": text_on(color) for name, color in STAGE.items()}
     fixed |= {f"moved-{name}": color for name, color in MOVED.items()}
+    fixed |= {f"mem-{name}": color for name, color in MEMORY.items()}
     fixed |= {"unknown": UNKNOWN}
     light = _css_rule(".pdlab", fixed | _themed("light"))
     return light + _css_rule('body[data-jp-theme-light="false"] .pdlab', _themed("dark"))

@@ -29,6 +29,7 @@ class Stepper(TraceWidget):
     """
 
     name = "stepper"
+    shared = ("transport",)
 
     header = traitlets.Dict().tag(sync=True)
     """Constants of the run: sequences, block size, machine, provenance."""

@@ -19,11 +19,13 @@ STATIC = Path(__file__).parent / "static"
 class TraceWidget(anywidget.AnyWidget):
     """A widget drawn from a Trace by a vanilla ES module in `static/`.
 
-    A subclass names its files (`name`), keeps what JavaScript needs in synced traits, and says in
-    `summary()` what it shows, for readers who see only text.
+    A subclass names its files (`name`, and in `shared` those that come before), keeps what
+    JavaScript needs in synced traits, and says in `summary()` what it shows, for readers who see
+    only text.
     """
 
     name: ClassVar[str]
+    shared: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -34,11 +36,12 @@ class TraceWidget(anywidget.AnyWidget):
     @classmethod
     def module(cls) -> str:
         """The ES module: the shared helpers, then the widget's own code."""
-        return read_static("common.js") + read_static(f"{cls.name}.js")
+        return "".join(read_static(f"{name}.js") for name in ("common", *cls.shared, cls.name))
 
     @classmethod
     def styles(cls) -> str:
-        return css_variables() + read_static("base.css") + read_static(f"{cls.name}.css")
+        names = ("base", *cls.shared, cls.name)
+        return css_variables() + "".join(read_static(f"{name}.css") for name in names)
 
     def view_state(self) -> dict[str, Any]:
         """The synced traits of this widget alone, as its JavaScript reads them."""

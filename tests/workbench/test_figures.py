@@ -8,12 +8,13 @@ from pdlab import Model, Trace
 from pdlab.costmodel import Hardware
 from pdlab.workbench import decode_step_s, decode_sweep, figures
 from pdlab.workbench.attention_data import attention_matrix, pool
-from pdlab.workbench.figures.memory import kv_capacity_bytes
 from pdlab.workbench.figures.style import TITLE_CHARS, milliseconds, styled
+from pdlab.workbench.memory_data import kv_capacity_bytes, ledger
 from pdlab.workbench.palette import MEANING, phase_color
 from pdlab.workbench.roofline_data import stage_floors_s
 
-from .handmade import two_requests
+from .handmade import KV_BYTES, two_requests
+from .handmade_memory import memory_moves
 
 
 def by_name(figure: go.Figure) -> dict[str, go.Figure]:
@@ -56,10 +57,12 @@ def test_stage_breakdown_shows_the_stage_times(recorded: Trace) -> None:
 
 def test_kv_occupancy_adds_up_to_the_pool(recorded: Trace) -> None:
     figure = figures.kv_occupancy(recorded)
-    used, wasted, free = (np.array(bars.y) for bars in figure.data)
+    bars = by_name(figure)
+    used, wasted = (np.array(bars[n].y) for n in ("used", "wasted: slots taken, still empty"))
     assert used.tolist() == [r.kv_used_bytes / 1e6 for r in recorded.steps]
     assert wasted.tolist() == [r.kv_wasted_bytes / 1e6 for r in recorded.steps]
-    assert used + wasted + free == pytest.approx(kv_capacity_bytes(recorded) / 1e6)
+    stacked = sum(np.array(b.y) for b in figure.data if isinstance(b, go.Bar))
+    assert stacked == pytest.approx(kv_capacity_bytes(recorded) / 1e6)
 
 
 def test_block_grid_shows_owner_and_fill_of_every_block(recorded: Trace) -> None:
@@ -75,6 +78,67 @@ def test_block_grid_shows_owner_and_fill_of_every_block(recorded: Trace) -> None
     assert len(taken) > 2
     for block in range(recorded.engine["num_blocks"]):
         assert (owners[block], texts[block]) == taken.get(block, (-1, ""))
+
+
+def test_kv_occupancy_shows_cached_shared_and_swapped_bytes() -> None:
+    trace = memory_moves()
+    parts = by_name(figures.kv_occupancy(trace))
+    stacked = sum(np.array(bars.y) for bars in parts.values() if isinstance(bars, go.Bar))
+    assert stacked == pytest.approx(kv_capacity_bytes(trace) / 1e6)
+    cached = parts["cached: free, keeps a prefix"]
+    assert list(cached.y) == [ledger(trace, r).cached / 1e6 for r in trace.steps]
+    assert list(parts["swapped, in host memory"].y) == [
+        r.kv_swapped_bytes / 1e6 or None for r in trace.steps
+    ]
+    assert parts["without sharing"].y[0] == (2 * 14 + 2) * KV_BYTES / 1e6
+
+
+def test_block_grid_marks_shared_and_cached_blocks() -> None:
+    trace = memory_moves()
+    parts = by_name(figures.block_grid(trace, 1, columns=6))
+    assert len(parts["sequence r0.1"].x) == 3  # blocks 0 to 2, which r0 holds too
+    assert len(parts["sequence r1"].x) == 2
+    assert parts["sequence r0"].x == (None,)
+    grid = figures.block_grid(trace, 4, columns=6)
+    kept = by_name(grid)["free, keeps a prefix"]
+    assert [y * 6 + x for x, y in zip(kept.x, kept.y, strict=True)] == [4, 5]
+    subtitle = grid.layout.title.subtitle.text.replace("<br>", " ")
+    assert "r1 lies in host blocks 0–3" in subtitle
+    dropped = figures.block_grid(trace, 6).layout.title.subtitle.text.replace("<br>", " ")
+    assert "2 logical blocks were given back" in dropped
+
+
+FRACTIONS = [
+    ("paged", {"used": 0.95, "internal": 0.03, "free": 0.02}),
+    ("reserve max", {"used": 0.2, "reserved": 0.2, "internal": 0.5, "free": 0.1}),
+]
+
+
+def test_fragmentation_bars_are_the_fractions() -> None:
+    figure = figures.fragmentation(FRACTIONS)
+    for key, name in (("used", "holds a token"), ("internal", "internal: never written")):
+        shown = dict(zip(by_name(figure)[name].y, by_name(figure)[name].x, strict=True))
+        assert shown == pytest.approx({label: 100 * parts[key] for label, parts in FRACTIONS})
+    assert "external: holes too small" not in by_name(figure)
+    title = figure.layout.title.text.replace("<br>", " ")
+    assert title == "Paged: 96.9% of the taken memory holds tokens; reserve max: 22.2%"
+
+
+def test_fragmentation_refuses_what_does_not_add_up() -> None:
+    with pytest.raises(ValueError, match=r"fractions of 'paged' add up to 0.9, not 1"):
+        figures.fragmentation([("paged", {"used": 0.9})])
+    with pytest.raises(ValueError, match="results is empty"):
+        figures.fragmentation([])
+
+
+def test_hit_rate_rises_to_the_infinite_cache() -> None:
+    points = [(None, 0.366), (1000, 0.1), (100, 0.02)]
+    parts = by_name(figures.hit_rate_by_blocks(points))
+    pool_line = parts["pool of this size, least recently used evicted first"]
+    assert (list(pool_line.x), list(pool_line.y)) == ([100, 1000], [2, 10])
+    assert list(parts["infinite cache"].y) == pytest.approx([36.6, 36.6])
+    with pytest.raises(ValueError, match="points is empty"):
+        figures.hit_rate_by_blocks([])
 
 
 def test_attention_heatmap_shows_the_captured_weights(recorded: Trace) -> None:
@@ -224,5 +288,7 @@ def test_attention_without_capture_says_how_to_get_one() -> None:
 
 
 def test_wasted_and_used_have_their_own_colours(recorded: Trace) -> None:
-    colors = [bars.marker.color for bars in figures.kv_occupancy(recorded).data]
+    parts = by_name(figures.kv_occupancy(recorded))
+    names = ("used", "wasted: slots taken, still empty", "free")
+    colors = [parts[name].marker.color for name in names]
     assert colors == [MEANING["cached"], MEANING["wasted"], MEANING["free"]]

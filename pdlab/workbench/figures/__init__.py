@@ -9,12 +9,15 @@ from pdlab.workbench.figures.latency import (
     ttft_points,
 )
 from pdlab.workbench.figures.memory import block_grid, kv_occupancy
+from pdlab.workbench.figures.replay import fragmentation, hit_rate_by_blocks
 from pdlab.workbench.figures.roofline import roofline
 from pdlab.workbench.figures.steps import stage_breakdown, step_timeline
 
 __all__ = [
     "attention_heatmap",
     "block_grid",
+    "fragmentation",
+    "hit_rate_by_blocks",
     "kv_occupancy",
     "naive_against_cached",
     "roofline",

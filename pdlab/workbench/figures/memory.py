@@ -4,51 +4,87 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 
-from pdlab.trace.records import StepRecord
+from pdlab.trace.records import DROPPED, StepRecord
 from pdlab.trace.trace import Trace
 from pdlab.workbench.figures.steps import find_step
-from pdlab.workbench.figures.style import recorded_on, styled
-from pdlab.workbench.palette import MEANING, sequence_color
+from pdlab.workbench.figures.style import INK, recorded_on, styled
+from pdlab.workbench.memory_data import (
+    Ledger,
+    Owner,
+    block_owners,
+    cached_free_blocks,
+    kv_capacity_bytes,
+    ledger,
+)
+from pdlab.workbench.memory_events import name_blocks
+from pdlab.workbench.palette import MEMORY, THEME, sequence_color
 from pdlab.workbench.sequences import sequence_ids
 
 MAX_BLOCKS = 1024
 """Blocks that one grid draws."""
-
-
-def kv_capacity_bytes(trace: Trace) -> int:
-    """Bytes of the whole KV pool."""
-    engine = trace.engine
-    return int(engine["num_blocks"] * engine["block_size"] * engine["kv_bytes_per_token"])
-
-
-def free_bytes(trace: Trace, record: StepRecord) -> int:
-    """Bytes of blocks that nobody held while the step ran."""
-    return kv_capacity_bytes(trace) - record.kv_used_bytes - record.kv_wasted_bytes
+FREE = THEME["light"].free
+HATCH = {"shape": "/", "fgcolor": MEMORY["used"], "bgcolor": FREE, "size": 7, "solidity": 0.35}
+"""Free blocks that keep a cached prefix, as in the widgets."""
 
 
 def kv_occupancy(trace: Trace) -> go.Figure:
-    """Used, wasted and free KV bytes at each step, stacked up to the pool's size (MB, 10^6)."""
+    """The KV pool's bytes at each step, stacked up to its size (MB, 10^6).
+
+    Used, wasted (taken but empty) and free, and where there are any: free blocks that keep a cached
+    prefix, what sequences would hold without sharing (dashed), bytes swapped to the host (line).
+    """
+    books = [ledger(trace, record) for record in trace.steps]
     steps = [r.step for r in trace.steps]
-    parts = {
-        "used": ("cached", [r.kv_used_bytes for r in trace.steps]),
-        "wasted: slots taken, still empty": ("wasted", [r.kv_wasted_bytes for r in trace.steps]),
-        "free": ("free", [free_bytes(trace, r) for r in trace.steps]),
-    }
     figure = go.Figure()
-    for name, (meaning, values) in parts.items():
+    for name, values, style in _parts(books):
         figure.add_bar(
             name=name,
             x=steps,
             y=[v / 1e6 for v in values],
-            marker_color=MEANING[meaning],
+            marker=style | {"line": {"width": 0}},
             hovertemplate="step %{x}: %{y:.2f} MB<extra>" + name.split(":")[0] + "</extra>",
         )
+    if any(book.shared for book in books):
+        unshared = [b.used + b.wasted + b.shared if b.shared else None for b in books]
+        _add_line(figure, "without sharing", steps, unshared, INK.text, "dash")
+    if any(book.swapped for book in books):
+        swapped = [b.swapped or None for b in books]
+        _add_line(figure, "swapped, in host memory", steps, swapped, MEMORY["swapped"], "solid")
     figure.update_layout(barmode="stack")
     figure.update_xaxes(title_text="engine step")
     figure.update_yaxes(title_text="KV cache, MB")
-    figure.update_traces(marker_line_width=0)
     styled(figure, _occupancy_title(trace), recorded_on(trace))
     return figure.update_layout(bargap=0)
+
+
+def _parts(books: list[Ledger]) -> list[tuple[str, list[int], dict]]:
+    """Name, bytes of each step and look of the pool's parts, from the bottom up."""
+    parts: list[tuple[str, list[int], dict]] = [
+        ("used", [b.used for b in books], {"color": MEMORY["used"]}),
+        (
+            "wasted: slots taken, still empty",
+            [b.wasted for b in books],
+            {"color": MEMORY["wasted"]},
+        ),
+        ("free", [b.free for b in books], {"color": FREE}),
+    ]
+    if any(b.cached for b in books):
+        kept = [b.cached for b in books]
+        parts.insert(2, ("cached: free, keeps a prefix", kept, {"pattern": HATCH}))
+    return parts
+
+
+def _add_line(
+    figure: go.Figure, name: str, steps: list[int], values: list[int | None], color: str, dash: str
+) -> None:
+    figure.add_scatter(
+        name=name,
+        x=steps,
+        y=[None if v is None else v / 1e6 for v in values],
+        mode="lines",
+        line={"color": color, "width": 2.5, "dash": dash, "shape": "hvh"},
+        hovertemplate="step %{x}: %{y:.2f} MB<extra>" + name + "</extra>",
+    )
 
 
 def _occupancy_title(trace: Trace) -> str:
@@ -66,80 +102,132 @@ def _occupancy_title(trace: Trace) -> str:
 def block_grid(trace: Trace, step: int, columns: int = 16) -> go.Figure:
     """Every physical block at one step, coloured by its owner, with the number of filled slots.
 
-    A block shared by several requests takes the colour of the one that arrived first.
+    A block shared by several sequences takes the colour of the first, with a dot in the colour of
+    each other one; a free block that keeps a cached prefix bears a green cross. What was swapped or
+    dropped has no block here; the subtitle counts it.
 
     Raises:
         ValueError: the trace has no such step.
     """
     record = find_step(trace, step)
     count = min(trace.engine["num_blocks"], MAX_BLOCKS)
-    owners, fills = _owners(trace, record)
-    requests = sequence_ids(trace)
-    shown = [owners.get(b, -1) for b in range(count)] + [None] * (-count % columns)
-    texts = [str(fills[b]) if b in fills else "" for b in range(count)] + [""] * (-count % columns)
-    hovers = [_hover(b, owners, fills, requests) for b in range(count)] + [""] * (-count % columns)
-    figure = go.Figure(
-        go.Heatmap(
-            z=_rows(shown, columns),
-            text=_rows(texts, columns) if count <= 256 else None,
-            customdata=_rows(hovers, columns),
-            texttemplate="%{text}",
-            textfont={"size": 14},
-            hovertemplate="%{customdata}<extra></extra>",
-            colorscale=_owner_scale(len(requests)),
-            zmin=-1.5,
-            zmax=len(requests) - 0.5,
-            showscale=False,
-            xgap=3,
-            ygap=3,
+    owners = block_owners(trace, record)
+    sequences = sequence_ids(trace)
+    figure = go.Figure(_grid(owners, set(cached_free_blocks(record)), sequences, count, columns))
+    for index, name in enumerate(sequences):
+        if any(o.sequence_id == name for users in owners.values() for o in users):
+            _add_owner(figure, name, sequence_color(index), owners, count, columns)
+    kept = [b for b in cached_free_blocks(record) if b < count]
+    if kept:
+        figure.add_scatter(
+            x=[b % columns for b in kept],
+            y=[b // columns for b in kept],
+            name="free, keeps a prefix",
+            mode="markers",
+            marker={"symbol": "x", "size": 13, "color": MEMORY["used"]},
+            hoverinfo="skip",
         )
-    )
-    for index, request in enumerate(requests):
-        if index in owners.values():
-            figure.add_scatter(
-                x=[None],
-                y=[None],
-                name=f"request {request}",
-                mode="markers",
-                marker={"symbol": "square", "size": 13, "color": sequence_color(index)},
-            )
     rows = -(-count // columns)
     figure.update_yaxes(autorange="reversed", visible=False)
     figure.update_xaxes(visible=False)
     title = f"Step {step}: {len(owners)} of {trace.engine['num_blocks']} KV blocks are taken"
     size = trace.engine["block_size"]
-    source = f"the number in a block: filled slots of {size}; {recorded_on(trace)}"
+    source = "; ".join(
+        [f"the number in a block: filled slots of {size}", *_elsewhere(record), recorded_on(trace)]
+    )
     styled(figure, title, source, height=max(260, min(640, 150 + 34 * rows)), min_legend=1)
     return figure.update_layout(margin={"l": 20, "b": 20})
 
 
-def _owners(trace: Trace, record: StepRecord) -> tuple[dict[int, int], dict[int, int]]:
-    """For each taken block: the index of its owner, and the slots it has filled."""
-    size, requests = trace.engine["block_size"], sequence_ids(trace)
-    owners: dict[int, int] = {}
-    fills: dict[int, int] = {}
-    for resident in record.residents:
-        for logical, block in enumerate(resident.block_table):
-            filled = max(0, min(size, resident.num_computed_tokens - logical * size))
-            index = requests.index(resident.sequence_id)
-            owners[block] = min(owners.get(block, index), index)
-            fills[block] = max(fills.get(block, 0), filled)
-    return owners, fills
+def _grid(
+    owners: dict[int, list[Owner]],
+    kept: set[int],
+    sequences: list[str],
+    count: int,
+    columns: int,
+) -> go.Heatmap:
+    """The blocks as a heatmap whose values are the number of the first owner, or -1."""
+    first = {b: min(sequences.index(o.sequence_id) for o in users) for b, users in owners.items()}
+    fills = {b: str(max(o.filled for o in users)) for b, users in owners.items()}
+    padding = -count % columns
+    shown: list = [first.get(b, -1) for b in range(count)] + [None] * padding
+    texts = [fills.get(b, "") for b in range(count)] + [""] * padding
+    hovers = [_hover(b, owners.get(b, []), b in kept) for b in range(count)] + [""] * padding
+    return go.Heatmap(
+        z=_rows(shown, columns),
+        text=_rows(texts, columns) if count <= 256 else None,
+        customdata=_rows(hovers, columns),
+        texttemplate="%{text}",
+        textfont={"size": 14},
+        hovertemplate="%{customdata}<extra></extra>",
+        colorscale=_owner_scale(len(sequences)),
+        zmin=-1.5,
+        zmax=len(sequences) - 0.5,
+        showscale=False,
+        xgap=3,
+        ygap=3,
+    )
 
 
-def _hover(block: int, owners: dict[int, int], fills: dict[int, int], requests: list[str]) -> str:
-    if block not in owners:
-        return f"block {block}: free"
-    return f"block {block}: request {requests[owners[block]]}, {fills[block]} slots filled"
+def _add_owner(
+    figure: go.Figure,
+    name: str,
+    color: str,
+    owners: dict[int, list[Owner]],
+    count: int,
+    columns: int,
+) -> None:
+    """A sequence's legend entry, and a dot in the blocks that it shares with an earlier one."""
+    places: list[tuple[float | None, float | None]] = []
+    for block, users in owners.items():
+        place = [o.sequence_id for o in users].index(name) if _uses(users, name) else 0
+        if place and block < count:
+            places.append((block % columns + 0.5 - 0.22 * place, block // columns - 0.3))
+    figure.add_scatter(
+        x=[x for x, _ in places or [(None, None)]],
+        y=[y for _, y in places or [(None, None)]],
+        name=f"sequence {name}",
+        mode="markers",
+        marker={
+            "symbol": "square",
+            "size": 11,
+            "color": color,
+            "line": {"width": 1.5, "color": "white"},
+        },
+        hoverinfo="skip",
+    )
+
+
+def _uses(users: list[Owner], name: str) -> bool:
+    return any(o.sequence_id == name for o in users)
+
+
+def _elsewhere(record: StepRecord) -> list[str]:
+    """Blocks of sequences that the grid cannot show: swapped to the host, or dropped."""
+    notes = []
+    for name, blocks in record.swapped.items():
+        held = [b for b in blocks if b != DROPPED]
+        notes.append(f"{name} lies in {name_blocks(held, 'host block')}")
+    dropped = sum(r.block_table.count(DROPPED) for r in record.residents)
+    if dropped:
+        notes.append(f"{dropped} logical blocks were given back by a window")
+    return notes
+
+
+def _hover(block: int, users: list[Owner], kept: bool) -> str:
+    if not users:
+        return f"block {block}: free{', keeps a cached prefix' if kept else ''}"
+    names = " and ".join(o.sequence_id for o in users)
+    return f"block {block}: sequence {names}, {max(o.filled for o in users)} slots filled"
 
 
 def _rows(values: list, columns: int) -> list[list]:
     return [values[i : i + columns] for i in range(0, len(values), columns)]
 
 
-def _owner_scale(num_requests: int) -> list[tuple[float, str]]:
-    """A colour scale of flat steps: free, then one colour a request."""
-    colors = [MEANING["free"], *(sequence_color(i) for i in range(num_requests))]
+def _owner_scale(num_sequences: int) -> list[tuple[float, str]]:
+    """A colour scale of flat steps: free, then one colour a sequence."""
+    colors = [FREE, *(sequence_color(i) for i in range(num_sequences))]
     width = 1 / len(colors)
     edges = ((i * width, (i + 1) * width, color) for i, color in enumerate(colors))
     return [(edge, color) for low, high, color in edges for edge in (low, min(1.0, high))]

@@ -98,6 +98,11 @@ function tooltip(host) {
   };
 }
 
+/** An id for a part of an SVG that others refer to: one for each view on the page. */
+function uniqueId(name) {
+  return `pd-${name}-${Math.random().toString(36).slice(2)}`;
+}
+
 /** Listen to several traits; returns a function that stops listening. */
 function listen(model, handlers) {
   for (const [event, handler] of Object.entries(handlers)) model.on(event, handler);

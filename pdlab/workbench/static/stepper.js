@@ -1,16 +1,7 @@
 // The Stepper: one sequence's walk through the engine, a frame at a time. Frames come from frames.py.
 
-const ICONS = {
-  first: "M3 3h2v10H3zM13 3v10L6 8z",
-  back: "M11 3v10L4 8z",
-  play: "M4 2.5v11L13 8z",
-  pause: "M4 3h3v10H4zM9 3h3v10H9z",
-  forward: "M5 3v10l7-5z",
-  last: "M11 3h2v10h-2zM3 3v10l7-5z",
-};
 const PHASES = { tokenize: "tokenize", prefill: "prefill", decode: "decode", waiting: "waiting", preempted: "preempted", fork: "fork", swapped: "swapped" };
 const KIND_COLORS = { fork: "cached", swapped: "transfer" };
-const PLAY_MS = 650;
 const MAX_CHIPS = 600;
 const MAX_CELLS = 1024;
 const DROPPED = -1;
@@ -25,7 +16,6 @@ function render({ model, el }) {
 class StepperView {
   constructor(model) {
     this.model = model;
-    this.timer = null;
     this.build();
     this.stop = listen(model, {
       "change:frames": () => this.reload(),
@@ -38,7 +28,7 @@ class StepperView {
   }
 
   destroy() {
-    this.pause();
+    this.transport.pause();
     this.stop();
     this.stopAppearance();
   }
@@ -50,11 +40,18 @@ class StepperView {
     this.title = h("div.pd-title", { "aria-live": "polite" });
     this.note = h("div.pd-note");
     this.select = this.sequenceSelect();
-    const takesKeys = { tabindex: 0, "data-lm-suppress-shortcuts": "true", onkeydown: (e) => this.onKey(e) };
-    this.root = h("div.pdlab.pd-stepper", { role: "group", "aria-label": "Stepper", ...takesKeys }, [
+    this.transport = new Transport({
+      go: (index) => this.go(index),
+      advance: () => this.runStep(),
+      canAdvance: () => this.model.get("live") && !this.model.get("done"),
+      isBusy: () => this.model.get("busy"),
+    });
+    this.live = h("div.pd-live", { role: "status" });
+    this.transport.node.append(this.live);
+    this.root = h("div.pdlab.pd-stepper", { role: "group", "aria-label": "Stepper", ...this.transport.takesKeys }, [
       h("div.pd-head", {}, [this.pill, this.title, this.select]),
       this.note,
-      this.transport(),
+      this.transport.node,
       this.timeSection(),
       h("div.pd-cols", {}, [h("div.pd-main", {}, this.mainColumn()), h("div.pd-side", {}, this.sideColumn())]),
       this.stepSection(),
@@ -66,32 +63,9 @@ class StepperView {
     const sequences = this.model.get("header").sequences;
     if (sequences.length < 2) return null;
     const options = sequences.map((s) => h("option", { value: s.id }, [`sequence ${s.id}`]));
-    const choose = () => (this.pause(), this.push({ sequence_id: select.value, step: 0 }));
+    const choose = () => (this.transport.pause(), this.push({ sequence_id: select.value, step: 0 }));
     const select = h("select", { "aria-label": "Sequence", onchange: choose }, options);
     return select;
-  }
-
-  transport() {
-    const button = (name, label, action) => {
-      const node = h("button", { type: "button", "aria-label": label, title: label, onclick: action });
-      node.innerHTML = `<svg viewBox="0 0 16 16" aria-hidden="true"><path d="${ICONS[name]}"/></svg>`;
-      return node;
-    };
-    this.first = button("first", "To the start", () => this.go(0));
-    this.back = button("back", "Back one step", () => this.go(this.index - 1));
-    this.play = button("play", "Play", () => (this.timer ? this.pause() : this.start()));
-    this.forward = button("forward", "Forward one step", () => this.advance());
-    this.last = button("last", "To the end", () => this.go(this.frames.length - 1));
-    this.strip = h("div.pd-strip", { "aria-hidden": "true" });
-    this.strip.addEventListener("pointerdown", (e) => this.go(this.indexAt(e)));
-    this.slider = h("input", { type: "range", min: 0, step: 1, "aria-label": "Step", oninput: () => this.go(+this.slider.value) });
-    this.counter = h("div.pd-counter.pd-num");
-    this.stripNote = h("div.pd-strip-note");
-    this.live = h("div.pd-live", { role: "status" });
-    const buttons = h("div.pd-buttons", {}, [this.first, this.back, this.play, this.forward, this.last]);
-    const track = h("div.pd-track", {}, [this.strip, this.slider]);
-    this.bar = h("div.pd-transport", {}, [buttons, track, this.counter, this.stripNote, this.live]);
-    return this.bar;
   }
 
   mainColumn() {
@@ -151,7 +125,6 @@ class StepperView {
     this.colors = Object.fromEntries(this.model.get("header").sequences.map((s, i) => [s.id, i % 8]));
     this.sequenceId = this.model.get("sequence_id");
     if (this.select) this.select.value = this.sequenceId;
-    this.slider.max = this.frames.length - 1;
     this.drawStrip();
     this.drawFoot();
     this.drawLive();
@@ -168,64 +141,18 @@ class StepperView {
     this.model.save_changes();
   }
 
-  get atEnd() {
-    return this.index >= this.frames.length - 1;
-  }
-
-  get canAdvance() {
-    return this.model.get("live") && !this.model.get("done");
-  }
-
-  /** Forward: the next frame, or, at the end of a live run, one real step of the engine. */
-  advance() {
-    if (!this.atEnd) this.go(this.index + 1);
-    else if (this.canAdvance && !this.model.get("busy")) {
-      this.model.set("busy", true); // shown at once; Python takes it back when the step is done
-      this.drawLive();
-      this.model.send({ type: "advance" });
-    }
-  }
-
-  start() {
-    if (this.atEnd && !this.canAdvance) this.go(0);
-    this.timer = setInterval(() => (this.atEnd && !this.canAdvance ? this.pause() : this.advance()), PLAY_MS);
-    this.drawPlay();
-  }
-
-  pause() {
-    clearInterval(this.timer);
-    this.timer = null;
-    this.drawPlay();
-  }
-
-  /** Keys anywhere in the widget; the select keeps its own, the buttons keep the space bar. */
-  onKey(event) {
-    const moves = {
-      ArrowRight: () => this.advance(),
-      ArrowLeft: () => this.go(this.index - 1),
-      Home: () => this.go(0),
-      End: () => this.go(this.frames.length - 1),
-      " ": () => this.play.click(),
-    };
-    const own = event.target.tagName === "SELECT" || (event.key === " " && event.target.tagName === "BUTTON");
-    if (own || event.ctrlKey || event.metaKey || event.altKey || !moves[event.key]) return;
-    moves[event.key]();
-    event.preventDefault();
-  }
-
-  indexAt(event) {
-    const box = this.strip.getBoundingClientRect();
-    const share = (event.clientX - box.left - 8) / (box.width - 16);
-    return Math.round(share * (this.frames.length - 1));
+  /** At the end of a live run, forward is one real step of the engine. */
+  runStep() {
+    this.model.set("busy", true); // shown at once; Python takes it back when the step is done
+    this.drawLive();
+    this.model.send({ type: "advance" });
   }
 
   // ---- drawing ----------------------------------------------------------------------------
 
   show(index) {
-    this.index = Math.max(0, Math.min(index, this.frames.length - 1));
+    this.index = this.transport.clip(index);
     const frame = this.frames[this.index];
-    this.slider.value = this.index;
-    this.slider.setAttribute("aria-valuetext", `${frame.title}`);
     this.drawHead(frame);
     this.drawChips(frame);
     this.drawText(frame);
@@ -233,7 +160,6 @@ class StepperView {
     this.drawTable(frame);
     this.drawPool(frame);
     this.drawStep(frame);
-    this.drawButtons();
     this.scrollToNewest();
     this.root.dataset.frame = this.index;
   }
@@ -245,46 +171,28 @@ class StepperView {
     this.pill.textContent = PHASES[frame.kind];
     this.title.textContent = frame.title;
     this.note.textContent = frame.note;
-    this.counter.textContent = `frame ${this.index} · ${frame.step == null ? "prompt" : `engine step ${frame.step}`}`;
-    this.strip.querySelector("[aria-current]")?.removeAttribute("aria-current");
-    this.strip.children[this.index]?.setAttribute("aria-current", "true");
-  }
-
-  drawButtons() {
-    this.first.disabled = this.back.disabled = this.index === 0;
-    this.last.disabled = this.atEnd;
-    this.forward.disabled = this.atEnd && !(this.canAdvance && !this.model.get("busy"));
-  }
-
-  drawPlay() {
-    const [name, label] = this.timer ? ["pause", "Pause"] : ["play", "Play"];
-    this.play.querySelector("path").setAttribute("d", ICONS[name]);
-    this.play.setAttribute("aria-label", label);
-    this.play.title = label;
+    const where = frame.step == null ? "prompt" : `engine step ${frame.step}`;
+    this.transport.show(this.index, `frame ${this.index} · ${where}`, frame.title);
   }
 
   drawStrip() {
     const tallest = Math.max(...this.frames.map((f) => f.wall_s ?? 0));
-    const last = Math.max(1, this.frames.length - 1);
-    const width = Math.max(2, Math.min(14, (620 / this.frames.length) * 0.7));
-    clear(this.strip, ...this.frames.map((f, i) => {
-      const height = tallest ? ((f.wall_s ?? 0) / tallest) * 100 : 0;
-      const color = f.kind === "tokenize" ? "muted" : kindColor(f.kind);
-      return h("i", { style: `left:calc(8px + (100% - 16px) * ${i / last});width:${width}px;height:${height}%;background:var(--pd-${color})` });
+    const bars = this.frames.map((f) => ({
+      height: tallest ? (f.wall_s ?? 0) / tallest : 0, color: f.kind === "tokenize" ? "muted" : kindColor(f.kind),
     }));
-    this.stripNote.textContent = tallest ? `bar: wall time of the step, the tallest ${duration(tallest)}` : "";
+    this.transport.setBars(bars, tallest ? `bar: wall time of the step, the tallest ${duration(tallest)}` : "");
   }
 
   drawLive() {
     const busy = this.model.get("busy");
     const message = this.model.get("message");
-    this.bar.classList.toggle("pd-busy", busy);
+    this.transport.node.classList.toggle("pd-busy", busy);
     this.root.setAttribute("aria-busy", String(busy));
     this.live.hidden = !this.model.get("live") && !message;
     this.live.toggleAttribute("data-error", Boolean(message));
     const state = this.model.get("done") ? "The sequence is finished." : "Live: forward runs one real engine step.";
     this.live.textContent = message || (busy ? "The engine is running a step …" : state);
-    if (this.frames) this.drawButtons();
+    this.transport.drawButtons();
   }
 
   /** What each position is at this frame: the phase that computed it, or what it still waits for. */
