@@ -17,12 +17,14 @@ from pdlab.costmodel.predict import (
     predict_request,
     ridge_point,
 )
+from pdlab.costmodel.preemption import PreemptionCost, link_bytes_s, preemption_cost
 
 __all__ = [
     "Chunk",
     "Hardware",
     "LinearQuadraticFit",
     "Prediction",
+    "PreemptionCost",
     "Provenance",
     "RequestPrediction",
     "StepCost",
@@ -32,11 +34,13 @@ __all__ = [
     "dense_step_cost",
     "fit_linear_quadratic",
     "kv_bytes",
+    "link_bytes_s",
     "load_hardware",
     "mbu",
     "mfu",
     "predict",
     "predict_request",
+    "preemption_cost",
     "ridge_point",
     "score_matrix_bytes",
     "step_cost",

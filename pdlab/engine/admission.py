@@ -8,10 +8,11 @@ from typing import cast
 
 import torch
 
+from pdlab.attention import Window
 from pdlab.engine.config import EngineConfig, SamplingParams
 from pdlab.engine.metrics import RequestMetrics
-from pdlab.engine.output import RequestOutput
-from pdlab.kvcache import blocks_for
+from pdlab.engine.output import Completion, RequestOutput
+from pdlab.kvcache import KVMemory, Retention, parse_kv_format
 from pdlab.models import Model
 
 Prompt = str | list[int] | list[dict[str, str]]
@@ -27,6 +28,11 @@ def resolve(model: Model, config: EngineConfig) -> EngineConfig:
             model was made for.
     """
     limit, dtype = model.config.max_model_len, model.decoder.dtype
+    if model.config.num_kv_heads % config.kv_head_groups:
+        raise ValueError(
+            f"kv_head_groups={config.kv_head_groups} does not divide the "
+            f"{model.config.num_kv_heads} KV heads of {model.name}"
+        )
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ValueError(
             f"max_model_len={config.max_model_len} is more than {model.name} was made for: {limit}"
@@ -36,11 +42,72 @@ def resolve(model: Model, config: EngineConfig) -> EngineConfig:
     backend, kv_format = config.attention_backend, config.kv_format
     if backend == "auto":
         backend = "exact" if config.exact else "torch"
+    if kv_format == "auto":
+        kv_format = model.dtype_name
+    parse_kv_format(kv_format, model.config.head_dim)  # refuses groups that do not fit
     return replace(
         config,
-        kv_format=model.dtype_name if kv_format == "auto" else kv_format,
+        kv_format=kv_format,
         attention_backend=backend,
         max_model_len=config.max_model_len or limit,
+    )
+
+
+def retention(model: Model, config: EngineConfig) -> Retention:
+    """Which tokens stay in the cache: what no layer will look at again may go.
+
+    Block tables serve all layers, so one layer with full attention keeps every token.
+    """
+    windows = [
+        w if config.window is None else min(w or config.window, config.window)
+        for w in model.config.windows
+    ]
+    window = None if None in windows else max(w for w in windows if w)
+    return Retention(window, config.sink_tokens, config.heavy_tokens)
+
+
+def attention_window(config: EngineConfig) -> Window | None:
+    """What every layer looks back on, at most.
+
+    None also where the heaviest tokens stay: then the cache holds what may be seen, and no mask.
+    """
+    if config.window is None or config.heavy_tokens:
+        return None
+    return Window(config.window, config.sink_tokens)
+
+
+DECIDE_KV = (
+    "block_size",
+    "num_blocks",
+    "num_swap_blocks",
+    "kv_format",
+    "kv_head_groups",
+    "exact",
+    "attention_backend",
+    "window",
+    "sink_tokens",
+    "heavy_tokens",
+)
+"""Knobs that decide what K and V are, and where: the same in all engines that share a memory."""
+
+
+def kind_of_memory(model: Model, config: EngineConfig) -> dict[str, object]:
+    """What must be equal in all engines on one KV memory; `config` is resolved."""
+    return {"model": model} | {name: getattr(config, name) for name in DECIDE_KV}
+
+
+def make_memory(model: Model, config: EngineConfig, num_engines: int = 1) -> KVMemory:
+    """KV memory for engines with a resolved configuration."""
+    return KVMemory(
+        model.config,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        kv_format=config.kv_format,
+        device=model.decoder.device,
+        num_swap_blocks=config.num_swap_blocks,
+        head_groups=config.kv_head_groups,
+        max_num_seqs=config.max_num_seqs * num_engines,
+        retention=retention(model, config),
     )
 
 
@@ -83,11 +150,14 @@ def check_vocabulary(model: Model, token_ids: list[int]) -> None:
             raise ValueError(f"prompt has token id {token_id}, vocab_size is {vocab_size}")
 
 
-def check_fits(config: EngineConfig, prompt_ids: list[int], params: SamplingParams) -> None:
+def check_fits(
+    config: EngineConfig, kept: Retention, prompt_ids: list[int], params: SamplingParams
+) -> None:
     """Refuse what can never be served, whatever else runs.
 
     Args:
         config: resolved.
+        kept: which of its tokens stay in the cache.
 
     Raises:
         ValueError: the prompt is empty or too long, or would need more KV blocks than there are.
@@ -98,8 +168,11 @@ def check_fits(config: EngineConfig, prompt_ids: list[int], params: SamplingPara
     if num_prompt > limit:
         raise ValueError(f"prompt has {num_prompt} tokens, max_model_len is {limit}")
     most = min(params.max_tokens, max(1, limit - num_prompt))
+    if params.n > config.max_num_seqs:
+        raise ValueError(f"n={params.n} samples, max_num_seqs is {config.max_num_seqs}")
     slots = num_prompt + most - 1  # the last token is never fed back
-    needed = blocks_for(slots, config.block_size)
+    chunk = min(config.chunk_size or slots, config.max_num_batched_tokens)
+    needed = kept.peak_blocks(slots, chunk, config.block_size)
     if needed > config.num_blocks:
         raise ValueError(
             f"a prompt of {num_prompt} tokens with max_tokens={params.max_tokens} needs {needed} "
@@ -130,10 +203,7 @@ def refused(prompt: Prompt, error: ValueError) -> RequestOutput:
         request_id="",
         prompt=prompt if isinstance(prompt, str) else "",
         prompt_ids=[],
-        token_ids=[],
-        text="",
-        finish_reason="error",
-        metrics=RequestMetrics(arrival_s=0.0),
+        completions=[Completion(0, [], "", "error", RequestMetrics(arrival_s=0.0))],
         error=error,
     )
 

@@ -6,12 +6,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pdlab.attention import BACKENDS
-from pdlab.kvcache import KV_DTYPES
+from pdlab.kvcache import parse_kv_format
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine runs. Every field is a knob. All are lossless but a 16-bit `kv_format`.
+    """How an engine runs. Every field is a knob.
+
+    All are lossless but a `kv_format` of less than the model's dtype, and a `window` on a model
+    that was trained without one.
 
     Raises:
         ValueError: a field is out of range, or two do not go together.
@@ -22,7 +25,27 @@ class EngineConfig:
     num_blocks: int = 512
     """KV blocks in the pool; all memory for KV is taken when the engine is made."""
     kv_format: str = "auto"
-    """`fp32`, `fp16` or `bf16`; `auto` is the model's own dtype."""
+    """How K and V are stored: `NAME[:SCALES[:GROUP]]`, or one such for K and one for V with `/`
+    between. NAME is fp32, fp16, bf16, fp8, int8 or int4; SCALES is token, head or channel. See
+    `pdlab.kvcache.KVFormat`. `auto` is the model's own dtype."""
+    kv_head_groups: int = 1
+    """Tensors that the KV heads are spread over, as over the ranks of tensor parallelism."""
+    enable_prefix_cache: bool = True
+    """Let requests find the K and V of prompts that begin alike."""
+    num_swap_blocks: int = 0
+    """Blocks in host memory, where preempted sequences may wait."""
+    preemption: str = "auto"
+    """`recompute`, `swap` (while host memory has room), or `auto`: what is predicted to be sooner
+    done (`recompute` where there are no swap blocks)."""
+    watermark: float = 0.01
+    """Part of the blocks that admission leaves free, so that those who run can grow."""
+    window: int | None = None
+    """Tokens a query looks back on, itself included; None for what the model was made with."""
+    sink_tokens: int = 0
+    """First tokens that stay visible behind the window."""
+    heavy_tokens: int = 0
+    """Older tokens that stay behind the window because they receive the most attention, in whole
+    blocks."""
     exact: bool = False
     """Bit-identical results whatever the batch, block size or chunking (float32, slower)."""
     attention_backend: str = "auto"
@@ -43,18 +66,41 @@ class EngineConfig:
     """Seeds the requests that bring no seed of their own; None draws from the system."""
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens"):
+        for name in POSITIVE:
             require_int(name, getattr(self, name), least=1)
-        for name in ("exact", "record_trace"):
+        for name in ("num_swap_blocks", "sink_tokens", "heavy_tokens", "top_k_recorded"):
+            require_int(name, getattr(self, name), least=0)
+        for name in ("exact", "record_trace", "enable_prefix_cache"):
             require_bool(name, getattr(self, name))
-        for name in ("chunk_size", "max_model_len"):
+        for name in ("chunk_size", "max_model_len", "window"):
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), least=1)
-        require_int("top_k_recorded", self.top_k_recorded, least=0)
         if self.seed is not None:
             require_int("seed", self.seed, least=0)
-        require_choice("kv_format", self.kv_format, ("auto", *KV_DTYPES))
+        require_number("watermark", self.watermark, 0, 1)
+        require_choice("preemption", self.preemption, ("auto", "recompute", "swap"))
         require_choice("attention_backend", self.attention_backend, ("auto", *BACKENDS))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuse knobs that do not go together."""
+        if self.preemption == "swap" and not self.num_swap_blocks:
+            raise ValueError("preemption='swap' needs num_swap_blocks of at least 1, not 0")
+        for name in ("sink_tokens", "heavy_tokens"):
+            if getattr(self, name) and self.window is None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} needs a window: without one all stay"
+                )
+        if self.heavy_tokens and self.enable_prefix_cache:
+            raise ValueError(
+                f"heavy_tokens={self.heavy_tokens} needs enable_prefix_cache=False: which tokens "
+                "stay, and so the K and V after them, depends on how a sequence came about"
+            )
+        if self.heavy_tokens and self.exact:
+            raise ValueError(
+                f"heavy_tokens={self.heavy_tokens} cannot be exact: which tokens stay depends on "
+                "block size, chunks and preemption"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
@@ -64,8 +110,12 @@ class EngineConfig:
             raise ValueError(
                 f"exact=True needs attention_backend='exact', not {self.attention_backend!r}"
             )
-        if self.exact and self.kv_format not in ("auto", "fp32"):
-            raise ValueError(f"exact=True needs kv_format='fp32', not {self.kv_format!r}")
+        halves = () if self.kv_format == "auto" else parse_kv_format(self.kv_format)
+        if self.exact and any(half.is_blockwise for half in halves):
+            raise ValueError(
+                f"exact=True needs a kv_format with token scales, not {self.kv_format!r}: the "
+                "scales of a block depend on which tokens were computed together"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -87,17 +137,17 @@ class SamplingParams:
     """With a seed, the same tokens each time, alone or in company."""
     ignore_eos: bool = False
     """Go on past the end-of-sequence token."""
+    n: int = 1
+    """Samples of the same prompt. They share its K and V, and each block until they write to it."""
+    prefix_cache: bool = True
+    """Read from the engine's prefix cache, and leave this request's own blocks in it."""
 
     def __post_init__(self) -> None:
-        number = isinstance(self.temperature, int | float) and not isinstance(
-            self.temperature, bool
-        )
-        if not number or not 0 <= self.temperature <= MAX_TEMPERATURE:
-            raise ValueError(
-                f"temperature={self.temperature!r:.60} must be a number from 0 to {MAX_TEMPERATURE}"
-            )
+        require_number("temperature", self.temperature, 0, MAX_TEMPERATURE)
         require_int("max_tokens", self.max_tokens, least=1)
+        require_int("n", self.n, least=1)
         require_bool("ignore_eos", self.ignore_eos)
+        require_bool("prefix_cache", self.prefix_cache)
         if self.seed is not None:
             require_int("seed", self.seed, least=0)
 
@@ -109,6 +159,13 @@ class SamplingParams:
         return asdict(self)
 
 
+POSITIVE = (
+    "block_size",
+    "num_blocks",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_head_groups",
+)
 MAX_TEMPERATURE = 1000
 """Beyond this every token is as likely as any other."""
 GREEDY_BELOW = 1e-5
@@ -119,6 +176,13 @@ def require_int(name: str, value: Any, least: int) -> None:
     """Raise a ValueError unless `value` is an int (not a bool) of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r} must be an integer >= {least}")
+
+
+def require_number(name: str, value: Any, least: float, most: float) -> None:
+    """Raise a ValueError unless `value` is a number (not a bool) from `least` to `most`."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not least <= value <= most:
+        raise ValueError(f"{name}={value!r:.60} must be a number from {least} to {most}")
 
 
 def require_bool(name: str, value: Any) -> None:

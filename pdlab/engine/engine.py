@@ -9,32 +9,35 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from pdlab.attention import BACKENDS
+from pdlab.costmodel import Hardware
 from pdlab.engine import admission
 from pdlab.engine.admission import Prompt, PromptList
+from pdlab.engine.allocations import AllocationMeter
 from pdlab.engine.config import EngineConfig, SamplingParams
 from pdlab.engine.exactness import check_rows_are_alike
 from pdlab.engine.interrupts import undisturbed
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.engine.output import Chunk, Detokenizer, RequestOutput
+from pdlab.engine.preemption import PreemptionPolicy
 from pdlab.engine.probe import Probe
 from pdlab.engine.recorder import Recorder
-from pdlab.engine.request import Request
+from pdlab.engine.request import Request, Sample
 from pdlab.engine.runner import EXACT_ROW_TILE, ModelRunner, Runner, StepOutput
-from pdlab.engine.sampler import Sampler
+from pdlab.engine.sampler import Sampler, mix
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
 from pdlab.engine.sequence import Sequence
 from pdlab.engine.timing import StageClock
-from pdlab.kvcache import BlockPool, PagedKVCache
+from pdlab.kvcache import BlockPool, KVMemory, PagedKVCache, PrefixCacheStats
 from pdlab.models import Model
-from pdlab.trace import StepRecord, Trace
+from pdlab.trace import BlockMove, StepRecord, Trace, sample_ids
 
 
 class Engine:
@@ -45,47 +48,65 @@ class Engine:
     Args:
         model: from `pdlab.load`.
         config: the knobs; the default serves a laptop.
+        memory: KV memory to share with other engines, from `Engine.memory_for`; its sequences live
+            in one pool with theirs. None makes its own.
+        hardware: the ceilings that `preemption="auto"` reckons with; None measures them if needed.
 
     Raises:
-        ValueError: the configuration does not fit the model.
+        ValueError: the configuration does not fit the model, or the memory.
     """
 
-    def __init__(self, model: Model, config: EngineConfig | None = None):
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig | None = None,
+        *,
+        memory: KVMemory | None = None,
+        hardware: Hardware | None = None,
+    ):
         config = admission.resolve(model, config or EngineConfig())
         if config.exact:
             check_rows_are_alike(model, EXACT_ROW_TILE)
+        memory = memory or admission.make_memory(model, config)
+        memory.join(admission.kind_of_memory(model, config), config.max_num_seqs)
         self.model = model
         self.config = config
-        kv_cache = PagedKVCache(
-            model.config,
-            config.num_blocks,
-            config.block_size,
-            config.kv_format,
-            model.decoder.device,
-        )
-        self.kv_cache: PagedKVCache | None = kv_cache
-        self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.memory: KVMemory | None = memory
         self.scheduler = Scheduler(
-            self.pool,
+            memory.manager,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             chunk_size=config.chunk_size,
+            watermark=config.watermark,
+            swaps=PreemptionPolicy(model, config, memory.cache.element_bytes, hardware),
         )
         self.runner: Runner = ModelRunner(
             model,
-            kv_cache,
+            memory,
             BACKENDS[config.attention_backend](),
             Sampler(config.top_k_recorded),
             exact=config.exact,
+            window=admission.attention_window(config),
+            weighs=config.heavy_tokens > 0,
         )
         self.requests: dict[str, Request] = {}
-        self._recorder = Recorder(model, kv_cache, config)
+        self._recorder = Recorder(model, memory, config)
         self._names = itertools.count()
         self._seeds = random.Random(config.seed)
         self._step = 0
         self._freed_by_abort: list[int] = []
+        self._measures_activations = False
         self._epoch = time.perf_counter()
         self._lock = threading.RLock()
+
+    @staticmethod
+    def memory_for(model: Model, config: EngineConfig, num_engines: int = 2) -> KVMemory:
+        """One pool for several engines, each with this configuration's `max_num_seqs`.
+
+        They may differ in their batching; what decides about K and V (block size, format, window,
+        backend, ...) must be the same, and is checked.
+        """
+        return admission.make_memory(model, admission.resolve(model, config), num_engines)
 
     # --- the loop -----------------------------------------------------------------------------
 
@@ -93,29 +114,47 @@ class Engine:
         """Run one batch; None when there is nothing to do.
 
         Interrupted (Ctrl-C) while the model computes, nothing of the batch has happened, and the
-        next step computes it again. Other threads wait.
+        next step computes it again. Other threads wait. None is also returned where nothing *can*
+        be done, because other engines hold all blocks of a shared memory.
         """
         with self._lock:
-            self._require_open()
+            memory = self._require_open()
             if not self.scheduler.has_work:
                 return None
             start_s = self._now()
             clock = StageClock(self.model.decoder.device)
             with undisturbed():
                 batch = self.scheduler.schedule()
-            assert batch.scheduled, "there is work, and nothing of it was scheduled"
+                orders = memory.manager.take_orders()
+                self.runner.carry_out(orders)
+            if not batch.scheduled:
+                assert memory.num_engines > 1, "there is work, and nothing of it was scheduled"
+                self._freed_by_abort += batch.blocks_freed
+                return None
             clock.lap("schedule")
-            output = self.runner.run(batch, clock, self._step)
+            with self._metered() as activations:
+                output = self.runner.run(batch, clock, self._step)
             with undisturbed():
-                return self._book(batch, output, clock, start_s)
+                moves = [order for order in orders if isinstance(order, BlockMove)]
+                return self._book(batch, output, moves, activations, clock, start_s)
 
     def _book(
-        self, batch: ScheduledBatch, output: StepOutput, clock: StageClock, start_s: float
+        self,
+        batch: ScheduledBatch,
+        output: StepOutput,
+        moves: list[BlockMove],
+        activations: AllocationMeter | None,
+        clock: StageClock,
+        start_s: float,
     ) -> StepRecord:
         """Make what the runner computed part of the sequences, the requests and the trace."""
-        self.scheduler.update(batch, [s.token_id if s else None for s in output.sampled])
-        residents = self._recorder.residents(self.scheduler)
-        texts, freed = self._deliver(batch, output, start_s)
+        self.runner.commit()
+        for part in batch.scheduled:
+            part.sequence.add_mass(output.block_mass.get(part.sequence.sequence_id, []))
+        sampled = {i: [s.token_id for s in drawn] for i, drawn in output.sampled.items()}
+        residents = self._recorder.residents(self.scheduler, batch)
+        freed = self.scheduler.update(batch, sampled)
+        texts, freed_by_end = self._deliver(batch, sampled, start_s)
         clock.lap("deliver")
         record = self._recorder.record(
             step=self._step,
@@ -124,39 +163,50 @@ class Engine:
             stage_s=clock.stage_s,
             batch=batch,
             output=output,
+            moves=moves,
             texts=texts,
             residents=residents,
             waiting=self.scheduler.waiting,
-            blocks_freed=self._freed_by_abort + batch.blocks_freed + freed,
-            num_free_blocks=self.pool.num_free,
+            blocks_freed=self._freed_by_abort + batch.blocks_freed + freed + freed_by_end,
+            activations=activations,
         )
         self._freed_by_abort = []
         self._step += 1
         return record
 
     def _deliver(
-        self, batch: ScheduledBatch, output: StepOutput, start_s: float
-    ) -> tuple[list[str], list[int]]:
-        """Hand the new tokens to their requests and end those that are done.
+        self, batch: ScheduledBatch, sampled: Mapping[str, list[int]], start_s: float
+    ) -> tuple[dict[str, str], list[int]]:
+        """Hand the new tokens to their requests and end those sequences that are done.
 
-        Returns the text released for each scheduled sequence, and the blocks this freed.
+        Returns the text released by sequence id, and the blocks this freed.
         """
         now_s = self._now()
-        texts, freed = [], []
+        texts: dict[str, str] = {}
+        freed: list[int] = []
         for sequence in batch.preempted:
-            self.requests[sequence.request_id].metrics.num_preemptions += 1
-        for part, sampled in zip(batch.scheduled, output.sampled, strict=True):
-            request = self.requests[part.sequence.request_id]
-            if request.metrics.first_scheduled_s is None:
-                request.metrics.first_scheduled_s = start_s
-            text = ""
-            if sampled:
-                text = request.add_token(sampled.token_id, now_s)
-                if reason := self._finish_reason(part.sequence):
-                    freed += self.scheduler.finish(part.sequence, reason)
-                    text += request.close()
-            texts.append(text)
+            metrics = self._find(sequence)[1].metrics
+            metrics.num_preemptions += 1
+            metrics.num_swaps += bool(sequence.host_table)
+        for part in batch.scheduled:
+            for sequence in [part.sequence, *part.forks]:
+                request, sample = self._find(sequence)
+                if sample.metrics.first_scheduled_s is None:
+                    sample.metrics.first_scheduled_s = start_s
+                    sample.metrics.num_cached_tokens = part.num_cached_tokens
+                text = ""
+                for token_id in sampled.get(sequence.sequence_id, ()):
+                    text += request.add_token(sample, token_id, now_s)
+                    if reason := self._finish_reason(sequence):
+                        freed += self.scheduler.finish(sequence, reason)
+                        text += request.close(sample)
+                texts[sequence.sequence_id] = text
         return texts, freed
+
+    def _find(self, sequence: Sequence) -> tuple[Request, Sample]:
+        """The request and the sample that a sequence works for."""
+        request = self.requests[sequence.request_id]
+        return request, next(s for s in request.samples if s.sequence is sequence)
 
     def _finish_reason(self, sequence: Sequence) -> str | None:
         params = sequence.params
@@ -178,24 +228,46 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r:.60} must be SamplingParams")
         text, prompt_ids = admission.tokenize(self.model, prompt)
-        admission.check_fits(self.config, prompt_ids, params)
+        kept = admission.retention(self.model, self.config)
+        admission.check_fits(self.config, kept, prompt_ids, params)
         with self._lock, undisturbed():
             return self._queue(text, prompt_ids, params)
 
     def _queue(self, text: str, prompt_ids: list[int], params: SamplingParams) -> str:
         self._require_open()
+        request_id = f"r{next(self._names)}"
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        samples = [
+            self._sample(index, name, request_id, prompt_ids, params, seed)
+            for index, name in enumerate(sample_ids(request_id, params.n))
+        ]
+        first, *others = (sample.sequence for sample in samples)
+        first.forks = others
+        request = self.requests[request_id] = Request(request_id, text, samples)
+        self._recorder.add_request(request, params)
+        self.scheduler.add(first)
+        return request_id
+
+    def _sample(
+        self,
+        index: int,
+        name: str,
+        request_id: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        seed: int,
+    ) -> Sample:
+        """One of a request's samples; the first draws with the request's own seed."""
         sequence = Sequence(
-            request_id=f"r{next(self._names)}",
+            sequence_id=name,
+            request_id=request_id,
             prompt_ids=prompt_ids,
             params=params,
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            seed=seed if index == 0 else mix(seed, -index),
+            uses_prefix_cache=self.config.enable_prefix_cache and params.prefix_cache,
         )
         metrics = RequestMetrics(arrival_s=self._now(), num_prompt_tokens=len(prompt_ids))
-        request = Request(text, sequence, metrics, Detokenizer(self.model.tokenizer))
-        self.requests[sequence.request_id] = request
-        self._recorder.add_request(request)
-        self.scheduler.add(sequence)
-        return sequence.request_id
+        return Sample(index, sequence, metrics, Detokenizer(self.model.tokenizer))
 
     def abort(self, request_id: str) -> None:
         """End a request now and free its blocks; one that has finished or is gone stays so."""
@@ -203,8 +275,10 @@ class Engine:
             request = self.requests.get(request_id)
             if request is None or request.finished:
                 return
-            self._freed_by_abort += self.scheduler.finish(request.sequence, "abort")
-            request.close()
+            for sample in request.samples:
+                if not sample.finished:
+                    self._freed_by_abort += self.scheduler.finish(sample.sequence, "abort")
+                    request.close(sample)
             self._recorder.add_abort(request_id, self._now())
 
     def collect(self, request_id: str) -> RequestOutput:
@@ -259,7 +333,7 @@ class Engine:
         pending = [self.requests[i] for i in request_ids]
         with tqdm(total=len(pending), unit="request", disable=not progress) as bar:
             while pending:
-                self.step()
+                self._step_or_complain()
                 still = [r for r in pending if not r.finished]
                 bar.update(len(pending) - len(still))
                 pending = still
@@ -284,10 +358,17 @@ class Engine:
                     yield request.chunks[seen - 1]
                 if request.finished:
                     return
-                self.step()
+                self._step_or_complain()
         finally:
             self.abort(request_id)
             self.requests.pop(request_id, None)
+
+    def _step_or_complain(self) -> None:
+        if self.step() is None and self.scheduler.has_work:
+            raise RuntimeError(
+                "the blocks are held by sequences of other engines on the same KV memory: "
+                "let them finish, or abort them"
+            )
 
     # --- looking in ---------------------------------------------------------------------------
 
@@ -324,17 +405,64 @@ class Engine:
         finally:
             runner.probe = previous
 
-    def read_kv(self, request_id: str) -> Tensor:
-        """A copy of the K and V of a request that holds blocks.
+    @contextmanager
+    def measure_activations(self) -> Iterator[None]:
+        """Count the bytes of activations that every step inside the `with` block makes.
 
-        Returns [2, num_layers, num_computed_tokens, num_kv_heads, head_dim].
+        They are put down in the steps' records. Counting slows a step down.
         """
-        self._require_open()
-        if request_id not in self.requests:
-            raise ValueError(f"request_id={request_id!r} is unknown or was collected before")
-        sequence = self.requests[request_id].sequence
-        assert self.kv_cache is not None
-        return self.kv_cache.read(sequence.block_table, sequence.num_computed_tokens)
+        before, self._measures_activations = self._measures_activations, True
+        try:
+            yield
+        finally:
+            self._measures_activations = before
+
+    def _metered(self) -> AbstractContextManager[AllocationMeter | None]:
+        return AllocationMeter() if self._measures_activations else nullcontext()
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of the KV memory."""
+        return self._require_open().manager.pool
+
+    @property
+    def kv_cache(self) -> PagedKVCache:
+        """The tensors of the KV memory."""
+        return self._require_open().cache
+
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """Hits and evictions since the KV memory was made."""
+        return self._require_open().manager.stats
+
+    def clear_prefix_cache(self) -> None:
+        """Forget all cached prefixes; what running sequences hold stays."""
+        with self._lock:
+            self._require_open().manager.pool.forget_all()
+
+    def read_kv(self, sequence_id: str) -> Tensor:
+        """A copy of the K and V of a sequence, also of one that is swapped out.
+
+        Args:
+            sequence_id: a request's id stands for its first sample, "r0.1" for the second of "r0".
+
+        Returns [2, num_layers, num_computed_tokens, num_kv_heads, head_dim]; NaN where a block was
+        dropped because it fell out of the window.
+
+        Raises:
+            ValueError: there is no such sequence.
+        """
+        memory = self._require_open()
+        request = self.requests.get(sequence_id.split(".")[0])
+        samples = request.samples if request else []
+        found = [s.sequence for s in samples if s.sequence.sequence_id == sequence_id]
+        if not found:
+            raise ValueError(f"sequence_id={sequence_id!r} is unknown or was collected before")
+        sequence = found[0]
+        if sequence.host_table:
+            assert memory.host is not None
+            return memory.host.read(sequence.host_table, sequence.num_computed_tokens)
+        return memory.cache.read(sequence.block_table, sequence.num_computed_tokens)
 
     # --- end ----------------------------------------------------------------------------------
 
@@ -343,12 +471,13 @@ class Engine:
 
         Closing a closed engine does nothing.
         """
-        if self.kv_cache is None:
+        if self.memory is None:
             return
         for request_id in list(self.requests):
             self.abort(request_id)
-        self.kv_cache = None
-        del self.runner
+        self.memory.leave(self.config.max_num_seqs)
+        self.memory = None
+        del self.runner, self.scheduler
 
     def __enter__(self) -> Engine:
         return self
@@ -362,6 +491,7 @@ class Engine:
         """Seconds since the engine was made."""
         return time.perf_counter() - self._epoch
 
-    def _require_open(self) -> None:
-        if self.kv_cache is None:
+    def _require_open(self) -> KVMemory:
+        if self.memory is None:
             raise RuntimeError("the engine is closed")
+        return self.memory

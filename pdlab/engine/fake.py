@@ -9,13 +9,16 @@ also a hash of the prefix, so whatever the scheduler did, the output must be tha
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import accumulate
 
 from pdlab.engine.batch import prepare
 from pdlab.engine.runner import StepOutput
 from pdlab.engine.sampler import Sampled
-from pdlab.engine.scheduler import ScheduledBatch
+from pdlab.engine.scheduler import ScheduledBatch, ScheduledSequence
 from pdlab.engine.timing import StageClock
+from pdlab.kvcache import Release
+from pdlab.trace import DROPPED, BlockMove
 
 EMPTY = 0
 
@@ -34,25 +37,61 @@ def _extend(previous: int, token_id: int) -> int:
     return (x ^ (x >> 29)) or 1
 
 
-def next_token(prefix_hash: int, vocab_size: int) -> int:
-    return (prefix_hash >> 7) % vocab_size
+def next_token(prefix_hash: int, vocab_size: int, index: int = 0) -> int:
+    """The token after a prefix; the first token of sample `index` is another one."""
+    return ((prefix_hash >> 7) + index) % vocab_size
 
 
-def expected_tokens(prompt_ids: list[int], num_tokens: int, vocab_size: int) -> list[int]:
-    """What a correct engine puts out on a FakeRunner."""
+def expected_tokens(
+    prompt_ids: list[int], num_tokens: int, vocab_size: int, index: int = 0
+) -> list[int]:
+    """What a correct engine puts out on a FakeRunner, for sample `index` of a request."""
     token_ids = list(prompt_ids)
     for _ in range(num_tokens):
-        token_ids.append(next_token(prefix_hashes(token_ids)[-1], vocab_size))
+        token_ids.append(next_token(prefix_hashes(token_ids)[-1], vocab_size, index))
+        index = 0
     return token_ids[len(prompt_ids) :]
 
 
 class FakeRunner:
-    """Executes batches on slots that hold hashes."""
+    """Executes batches on slots that hold hashes.
 
-    def __init__(self, num_blocks: int, block_size: int, vocab_size: int):
+    Args:
+        num_swap_blocks: blocks of pretended host memory.
+        window, sinks: which positions a query must find; what is behind may be gone.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        *,
+        num_swap_blocks: int = 0,
+        window: int | None = None,
+        sinks: int = 0,
+    ):
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self.window = window
+        self.sinks = sinks
         self.slots = [EMPTY] * (num_blocks * block_size)
+        self.host_slots = [EMPTY] * (num_swap_blocks * block_size)
+
+    def carry_out(self, orders: Iterable[BlockMove | Release]) -> None:
+        """Copy blocks."""
+        for order in orders:
+            if isinstance(order, Release):
+                continue
+            source = self.host_slots if order.kind == "swap_in" else self.slots
+            target = self.host_slots if order.kind == "swap_out" else self.slots
+            target[self._span(order.target)] = source[self._span(order.source)]
+
+    def _span(self, block: int) -> slice:
+        return slice(block * self.block_size, (block + 1) * self.block_size)
+
+    def commit(self) -> None:
+        """Nothing is left to do."""
 
     def run(self, batch: ScheduledBatch, clock: StageClock, step: int) -> StepOutput:
         """Write this batch's slots, check all that its sequences may read, and draw tokens.
@@ -61,7 +100,7 @@ class FakeRunner:
             FakeKVError: a slot holds something else than its sequence's prefix.
         """
         inputs = prepare(batch, self.block_size)
-        sampled: list[Sampled | None] = []
+        output = StepOutput({})
         rows = enumerate(inputs.slot_mapping)
         hashes = [prefix_hashes(part.sequence.token_ids[: part.end]) for part in batch.scheduled]
         for part, prefix in zip(batch.scheduled, hashes, strict=True):
@@ -73,16 +112,23 @@ class FakeRunner:
                     raise FakeKVError(f"row {row} has token {inputs.token_ids[row]}")
                 self.slots[slot] = prefix[position]
         for i, (part, prefix) in enumerate(zip(batch.scheduled, hashes, strict=True)):
-            self._check(part.sequence.request_id, inputs.attention.block_tables[i], prefix)
+            self._check(part, inputs.attention.block_tables[i], prefix)
             if inputs.attention.context_lens[i] != part.end:
                 raise FakeKVError(f"context of {inputs.attention.context_lens[i]} at {part.end}")
-            token = Sampled(next_token(prefix[-1], self.vocab_size), 1.0, [])
-            sampled.append(token if part.samples else None)
-        return StepOutput(sampled)
+            for index, drawer in enumerate(part.drawers):
+                token_id = next_token(prefix[-1], self.vocab_size, index)
+                output.sampled[drawer.sequence_id] = [Sampled(token_id, 1.0, [])]
+        return output
 
-    def _check(self, request_id: str, block_table: list[int], prefix: list[int]) -> None:
-        """Every position's slot holds the hash of the prefix that ends there."""
+    def _check(self, part: ScheduledSequence, block_table: list[int], prefix: list[int]) -> None:
+        """Every visible position's slot holds the hash of the prefix that ends there."""
+        oldest = 0 if self.window is None else part.start - self.window + 1
         for position, expected in enumerate(prefix):
+            if self.sinks <= position < oldest:
+                continue
             block, offset = divmod(position, self.block_size)
+            where = f"{part.sequence.sequence_id}: position {position} in block {block}"
+            if block_table[block] == DROPPED:
+                raise FakeKVError(f"{where} was dropped")
             if self.slots[block_table[block] * self.block_size + offset] != expected:
-                raise FakeKVError(f"{request_id}: position {position} in block {block}")
+                raise FakeKVError(where)

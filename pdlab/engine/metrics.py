@@ -1,4 +1,4 @@
-"""Times of one request, from which the usual latencies follow."""
+"""Times of one sequence, from which the usual latencies follow."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ class RequestMetrics:
     token_times_s: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
+    """Preemptions that kept K and V in host memory."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache spared at the first admission."""
 
     @property
     def queue_s(self) -> float | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pdlab.attention import AttentionBackend, ExactAttention, FusedAttention
+from pdlab.attention import AttentionBackend, ExactAttention, FusedAttention, Window, narrower
 from pdlab.costmodel import StepCost, dense_step_cost
 from pdlab.engine.admission import check_vocabulary
 from pdlab.engine.config import SamplingParams
@@ -40,13 +40,15 @@ class NaiveGenerator:
 
     Args:
         exact: bit-identical to `Engine` in exact mode.
+        window: what every layer looks back on, at most.
     """
 
-    def __init__(self, model: Model, *, exact: bool = False):
+    def __init__(self, model: Model, *, exact: bool = False, window: Window | None = None):
         if exact and model.decoder.dtype is not torch.float32:
             raise ValueError(f"exact=True needs a model in fp32, not {model.decoder.dtype}")
         self.model = model
         self._attention: AttentionBackend = ExactAttention() if exact else FusedAttention()
+        self._windows = [narrower(window, w) for w in model.config.windows]
         self._row_tile = EXACT_ROW_TILE if exact else None
         self._sampler = Sampler(top_k_recorded=0)
 
@@ -81,7 +83,7 @@ class NaiveGenerator:
             raise ValueError(f"prompt has {len(prompt_ids)} tokens, it must have 1 to {limit}")
         check_vocabulary(self.model, prompt_ids)
         seed = seed if params.seed is None else params.seed
-        sequence = Sequence("naive", prompt_ids, params, seed)
+        sequence = Sequence("naive", "naive", prompt_ids, params, seed)
         output = NaiveOutput()
         for _ in track(range(params.max_tokens)):
             start = time.perf_counter()
@@ -99,7 +101,7 @@ class NaiveGenerator:
         return output
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._attention.dense(q, k, v, self.model.config.window(layer))
+        return self._attention.dense(q, k, v, self._windows[layer])
 
     def _cost(self, num_tokens: int) -> StepCost:
         return dense_step_cost(

@@ -16,21 +16,51 @@ class Chunk:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
+    index: int = 0
+    """Which of the request's samples it belongs to."""
 
 
-@dataclass
-class RequestOutput:
-    """A finished request. `error` is set, and all else empty, if it was refused."""
+@dataclass(frozen=True)
+class Completion:
+    """One sample of a finished request."""
 
-    request_id: str
-    prompt: str
-    prompt_ids: list[int]
+    index: int
     token_ids: list[int]
     text: str
     finish_reason: str
     """`stop`, `length`, `abort` or `error`."""
     metrics: RequestMetrics
+
+
+@dataclass
+class RequestOutput:
+    """A finished request. `error` is set, and all else empty, if it was refused.
+
+    `token_ids`, `text`, `finish_reason` and `metrics` are those of the first sample.
+    """
+
+    request_id: str
+    prompt: str
+    prompt_ids: list[int]
+    completions: list[Completion]
+    """As many as `SamplingParams.n` asked for."""
     error: ValueError | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.completions[0].token_ids
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def finish_reason(self) -> str:
+        return self.completions[0].finish_reason
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        return self.completions[0].metrics
 
 
 @dataclass

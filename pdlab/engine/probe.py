@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pdlab.attention import ReferenceAttention
+from pdlab.attention import ReferenceAttention, Window
 from pdlab.engine.scheduler import ScheduledBatch, ScheduledSequence
 from pdlab.kvcache import PagedKVCache
 from pdlab.models.config import ModelConfig
-from pdlab.trace import Capture
+from pdlab.trace import DROPPED, Capture
 
 CAPTURED = ("attention", "q", "k", "v", "attended")
 
@@ -74,6 +75,22 @@ def _require_among(name: str, values: Iterable[object], known: Sequence[object])
             raise ValueError(f"{name}: {value!r} is not one of {', '.join(map(str, known))}")
 
 
+class LayerObserver(Protocol):
+    """Shown every layer of a step, right after its attention.
+
+    Args:
+        tensors: q, k, v and attended of the whole batch, [num_tokens, heads, head_dim].
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        tensors: dict[str, Tensor],
+        kv_cache: PagedKVCache,
+        window: Window | None,
+    ) -> None: ...
+
+
 class Observer:
     """Keeps what one step shows the probe."""
 
@@ -88,13 +105,9 @@ class Observer:
         layer: int,
         tensors: dict[str, Tensor],
         kv_cache: PagedKVCache,
-        window: int | None,
+        window: Window | None,
     ) -> None:
-        """Take what is asked for from one layer.
-
-        Args:
-            tensors: q, k, v and attended of the whole batch, [num_tokens, heads, head_dim].
-        """
+        """Take what is asked for from one layer."""
         if layer not in self._probe.layers:
             return
         row = 0
@@ -103,14 +116,17 @@ class Observer:
             for name in self._probe.names:
                 heads = self._probe.heads_of(name)
                 if name == "attention":
-                    weights = _weights(tensors["q"][rows], part, layer, kv_cache, window)
-                    kept = weights[heads]
+                    weights, positions = part_weights(
+                        tensors["q"][rows], part, layer, kv_cache, window
+                    )
+                    kept = weights.new_zeros(len(heads), part.num_tokens, part.end)
+                    kept[:, :, positions] = weights[heads]
                 else:
                     kept = tensors[name][rows][:, heads].float()
                 self.captures.append(
                     Capture(
                         step=self._step,
-                        request_id=part.sequence.request_id,
+                        sequence_id=part.sequence.sequence_id,
                         layer=layer,
                         name=name,  # type: ignore[arg-type]
                         source="reference" if name == "attention" else "engine",
@@ -121,10 +137,25 @@ class Observer:
                 )
 
 
-def _weights(
-    q: Tensor, part: ScheduledSequence, layer: int, kv_cache: PagedKVCache, window: int | None
-) -> Tensor:
-    """Attention weights of one sequence's part, [num_heads, num_tokens, context_len]."""
-    table = torch.tensor(part.sequence.block_table, device=q.device)
-    keys, _ = kv_cache.gather(layer, table, q.dtype)
-    return ReferenceAttention().weights(q, keys[: part.end], window)
+def part_weights(
+    q: Tensor,
+    part: ScheduledSequence,
+    layer: int,
+    kv_cache: PagedKVCache,
+    window: Window | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention weights of one sequence's part, and the positions of the keys they are on.
+
+    Returns:
+        float32 [num_heads, num_tokens, num_keys] and int64 [num_keys]: the keys that are still in
+        the cache. A key behind the window that is still there has weight 0.
+    """
+    table, size = part.sequence.block_table, kv_cache.block_size
+    live = [i for i, block in enumerate(table) if block != DROPPED]
+    blocks = torch.tensor([table[i] for i in live], device=q.device)
+    keys, _ = kv_cache.gather(layer, blocks, q.dtype)
+    starts = torch.tensor(live, device=q.device)[:, None] * size
+    positions = (starts + torch.arange(size, device=q.device)).flatten()
+    positions = positions[positions < part.end]
+    weights = ReferenceAttention().weights(q, keys[: len(positions)], window, positions)
+    return weights, positions

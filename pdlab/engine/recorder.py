@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
 from pdlab.costmodel import Chunk as CostChunk
 from pdlab.costmodel import StepCost, step_cost
-from pdlab.engine.config import EngineConfig
+from pdlab.engine.allocations import AllocationMeter
+from pdlab.engine.config import EngineConfig, SamplingParams
 from pdlab.engine.request import Request
 from pdlab.engine.runner import StepOutput
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
 from pdlab.engine.sequence import Sequence
-from pdlab.kvcache import PagedKVCache
+from pdlab.kvcache import KVMemory
 from pdlab.machine import describe_machine
 from pdlab.models import Model
-from pdlab.trace import RequestRecord, Resident, SequenceRecord, StepRecord, Trace
+from pdlab.models.config import ModelConfig
+from pdlab.trace import (
+    DROPPED,
+    BlockMove,
+    RequestRecord,
+    Resident,
+    SequenceRecord,
+    StepRecord,
+    Trace,
+)
 
 
 class Recorder:
     """Makes StepRecords, and keeps them in a Trace if asked to."""
 
-    def __init__(self, model: Model, kv_cache: PagedKVCache, config: EngineConfig):
+    def __init__(self, model: Model, memory: KVMemory, config: EngineConfig):
         self._model = model
         self._config = config
-        self._slot_bytes = kv_cache.bytes_per_token
-        self._element_bytes = kv_cache.element_bytes
+        self._pool = memory.manager.pool
+        self._host = memory.manager.host
+        self._seen_by = _as_windows(model.config, config)
+        self._block_bytes = memory.cache.block_bytes
+        self._element_bytes = memory.cache.element_bytes
         self.trace = Trace(
             machine=describe_machine()
             | {
@@ -40,30 +55,35 @@ class Recorder:
                 "weight_bytes": model.decoder.weight_bytes,
                 "config": model.config.to_dict(),
             },
-            engine=config.to_dict() | {"kv_bytes_per_token": self._slot_bytes},
+            engine=config.to_dict()
+            | {
+                "kv_bytes_per_token": memory.cache.bytes_per_token,
+                "kv_open_bytes": memory.cache.open_bytes,
+            },
         )
 
-    def add_request(self, request: Request) -> None:
-        sequence = request.sequence
+    def add_request(self, request: Request, params: SamplingParams) -> None:
         if not self._config.record_trace:
             return
-        self._name_tokens(sequence.prompt_ids)
-        self.trace.requests[sequence.request_id] = RequestRecord(
-            request_id=sequence.request_id,
+        first = request.samples[0]
+        self._name_tokens(first.sequence.prompt_ids)
+        self.trace.requests[request.request_id] = RequestRecord(
+            request_id=request.request_id,
             prompt=request.prompt,
-            prompt_ids=list(sequence.prompt_ids),
-            params=sequence.params.to_dict() | {"seed": sequence.seed},
-            arrival_s=request.metrics.arrival_s,
+            prompt_ids=list(first.sequence.prompt_ids),
+            params=params.to_dict() | {"seed": first.sequence.seed},
+            arrival_s=first.metrics.arrival_s,
         )
 
     def add_abort(self, request_id: str, time_s: float) -> None:
         if self._config.record_trace:
             self.trace.aborted[request_id] = time_s
 
-    def residents(self, scheduler: Scheduler) -> list[Resident]:
-        """Who holds blocks right now."""
+    def residents(self, scheduler: Scheduler, batch: ScheduledBatch) -> list[Resident]:
+        """Who holds blocks while the batch runs, and for how many tokens once it has."""
+        ends = {part.sequence.sequence_id: part.end for part in batch.scheduled}
         return [
-            Resident(s.request_id, list(s.block_table), s.num_computed_tokens)
+            Resident(i := s.sequence_id, list(s.block_table), ends.get(i, s.num_computed_tokens))
             for s in scheduler.running
         ]
 
@@ -76,17 +96,17 @@ class Recorder:
         stage_s: dict[str, float],
         batch: ScheduledBatch,
         output: StepOutput,
-        texts: list[str],
+        moves: list[BlockMove],
+        texts: dict[str, str],
         residents: list[Resident],
-        waiting: Iterable[Sequence],
+        waiting: Collection[Sequence],
         blocks_freed: list[int],
-        num_free_blocks: int,
+        activations: AllocationMeter | None,
     ) -> StepRecord:
         """The record of one step; the KV figures follow from `residents`."""
-        used = sum(r.num_computed_tokens for r in residents)
-        taken = sum(len(r.block_table) for r in residents) * self._config.block_size
+        use = _use_of(residents, self._config.block_size)
         cost = step_cost(
-            self._model.config,
+            self._seen_by,
             [CostChunk(part.start, part.num_tokens) for part in batch.scheduled],
             num_sampled=sum(part.samples for part in batch.scheduled),
             weight_element_bytes=self._model.decoder.dtype.itemsize,
@@ -99,22 +119,31 @@ class Recorder:
             stage_s=stage_s,
             sequences=_sequence_records(batch, output, texts),
             residents=residents,
-            waiting=[s.request_id for s in waiting],
-            preempted=[s.request_id for s in batch.preempted],
+            waiting=[s.sequence_id for s in waiting],
+            preempted=[s.sequence_id for s in batch.preempted],
             blocks_freed=blocks_freed,
-            num_free_blocks=num_free_blocks,
-            kv_used_bytes=used * self._slot_bytes,
-            kv_wasted_bytes=(taken - used) * self._slot_bytes,
+            num_free_blocks=self._pool.num_free,
+            kv_used_bytes=self._slot_bytes(use.filled),
+            kv_wasted_bytes=use.blocks * self._block_bytes - self._slot_bytes(use.filled),
             flops=cost.flops,
             bytes_moved=cost.bytes,
+            moves=moves,
+            swapped={s.sequence_id: list(s.host_table) for s in waiting if s.host_table},
+            cached_blocks=self._pool.cached_blocks,
+            kv_shared_bytes=self._slot_bytes(use.shared),
+            kv_swapped_bytes=(self._host.num_blocks - self._host.num_free) * self._block_bytes,
+            activation_peak_bytes=activations.peak_bytes if activations else None,
+            activation_total_bytes=activations.total_bytes if activations else None,
         )
         if self._config.record_trace:
             self.trace.steps.append(record)
             self.trace.captures += output.captures
-            for sampled in output.sampled:
-                if sampled:
-                    self._name_tokens([sampled.token_id, *(c.token_id for c in sampled.top)])
+            for sampled in (s for several in output.sampled.values() for s in several):
+                self._name_tokens([sampled.token_id, *(c.token_id for c in sampled.top)])
         return record
+
+    def _slot_bytes(self, num_slots: int) -> int:
+        return num_slots * self._block_bytes // self._config.block_size
 
     def _name_tokens(self, token_ids: Iterable[int]) -> None:
         tokenizer = self._model.tokenizer
@@ -124,27 +153,86 @@ class Recorder:
                 self.trace.tokens[token_id] = name
 
 
+class _Use(NamedTuple):
+    """How residents use the pool: distinct blocks, their filled slots, slots saved by sharing."""
+
+    blocks: int
+    filled: int
+    shared: int
+
+
+def _use_of(residents: list[Resident], block_size: int) -> _Use:
+    fills: dict[int, int] = {}
+    uses = 0
+    for resident in residents:
+        for i, block in enumerate(resident.block_table):
+            if block != DROPPED:
+                fill = max(0, min(block_size, resident.num_computed_tokens - i * block_size))
+                fills[block] = max(fill, fills.get(block, 0))
+                uses += fill
+    filled = sum(fills.values())
+    return _Use(len(fills), filled, uses - filled)
+
+
 def _sequence_records(
-    batch: ScheduledBatch, output: StepOutput, texts: list[str]
+    batch: ScheduledBatch, output: StepOutput, texts: dict[str, str]
 ) -> list[SequenceRecord]:
+    """One record for each scheduled sequence, followed by those that fork off it."""
     records = []
-    for part, sampled, text in zip(batch.scheduled, output.sampled, texts, strict=True):
-        sequence = part.sequence
+    for part in batch.scheduled:
+        own = part.sequence
         records.append(
             SequenceRecord(
-                request_id=sequence.request_id,
+                sequence_id=own.sequence_id,
                 phase=part.phase,
                 start=part.start,
-                token_ids=sequence.token_ids[part.start : part.end],
+                token_ids=own.token_ids[part.start : part.end],
                 blocks_taken=part.blocks_taken,
-                sampled=sampled.token_id if sampled else None,
-                probability=sampled.probability if sampled else None,
-                top=sampled.top if sampled else [],
-                text=text,
-                finish_reason=sequence.finish_reason,
+                num_cached_tokens=part.num_cached_tokens,
+                **_drawn(own, output, texts),
             )
         )
+        for fork in part.forks:
+            records.append(
+                SequenceRecord(
+                    sequence_id=fork.sequence_id,
+                    phase=part.phase,
+                    start=part.end,
+                    token_ids=[],
+                    blocks_taken=[],
+                    forked_from=own.sequence_id,
+                    **_drawn(fork, output, texts),
+                )
+            )
     return records
+
+
+def _drawn(sequence: Sequence, output: StepOutput, texts: dict[str, str]) -> dict[str, Any]:
+    """What a sequence put out in this step, as fields of its record."""
+    drawn: dict[str, Any] = {
+        "text": texts.get(sequence.sequence_id, ""),
+        "finish_reason": sequence.finish_reason,
+    }
+    for sampled in output.sampled.get(sequence.sequence_id, ()):
+        drawn |= {
+            "sampled": sampled.token_id,
+            "probability": sampled.probability,
+            "top": sampled.top,
+        }
+    return drawn
+
+
+def _as_windows(shape: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """The model's shape with each layer's window as the engine narrows it, for counting.
+
+    A query that sees `window` tokens and `sinks` before them sees as many as with one window of
+    both lengths, and so (at most) with `heavy` tokens.
+    """
+    if config.window is None:
+        return shape
+    seen = config.window + config.sink_tokens + config.heavy_tokens
+    windows = tuple(seen if w is None or w > config.window else w for w in shape.windows)
+    return replace(shape, layer_windows=windows)
 
 
 def _device_name(device: torch.device) -> str:

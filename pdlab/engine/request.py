@@ -1,51 +1,74 @@
-"""A request and everything the engine keeps about it: its sequence, its text, its times."""
+"""A request and everything the engine keeps about it: its sequences, their texts and times."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from pdlab.engine.metrics import RequestMetrics
-from pdlab.engine.output import Chunk, Detokenizer, RequestOutput
+from pdlab.engine.output import Chunk, Completion, Detokenizer, RequestOutput
 from pdlab.engine.sequence import Sequence, SequenceState
+
+
+@dataclass(eq=False)
+class Sample:
+    """One of a request's sequences, with its text and its times."""
+
+    index: int
+    sequence: Sequence
+    metrics: RequestMetrics
+    detokenizer: Detokenizer
+    texts: list[str] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return self.sequence.state is SequenceState.FINISHED
+
+    def completion(self) -> Completion:
+        """The finished sample, as the caller sees it."""
+        sequence = self.sequence
+        assert sequence.finish_reason is not None
+        return Completion(
+            index=self.index,
+            token_ids=sequence.output_ids,
+            text="".join(self.texts),
+            finish_reason=sequence.finish_reason,
+            metrics=self.metrics,
+        )
 
 
 @dataclass(eq=False)
 class Request:
     """What a caller asked for, and what has come of it so far."""
 
+    request_id: str
     prompt: str
-    sequence: Sequence
-    metrics: RequestMetrics
-    detokenizer: Detokenizer
+    samples: list[Sample]
     chunks: list[Chunk] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
-        return self.sequence.state is SequenceState.FINISHED
+        return all(sample.finished for sample in self.samples)
 
-    def add_token(self, token_id: int, now_s: float) -> str:
+    def add_token(self, sample: Sample, token_id: int, now_s: float) -> str:
         """Book one new token; returns the text it released."""
-        self.metrics.token_times_s.append(now_s)
-        text = self.detokenizer.add(token_id)
-        self.chunks.append(Chunk(text, [token_id]))
-        return text
+        sample.metrics.token_times_s.append(now_s)
+        return self._release(sample, sample.detokenizer.add(token_id), [token_id])
 
-    def close(self) -> str:
+    def close(self, sample: Sample) -> str:
         """Release what the detokenizer held back, once the sequence has finished."""
-        text = self.detokenizer.flush()
-        self.chunks.append(Chunk(text, [], self.sequence.finish_reason))
+        return self._release(sample, sample.detokenizer.flush(), [])
+
+    def _release(self, sample: Sample, text: str, token_ids: list[int]) -> str:
+        reason = sample.sequence.finish_reason
+        sample.texts.append(text)
+        self.chunks.append(Chunk(text, token_ids, reason, sample.index))
         return text
 
     def output(self) -> RequestOutput:
         """The finished request, as the caller sees it."""
-        sequence = self.sequence
-        assert sequence.finish_reason is not None
         return RequestOutput(
-            request_id=sequence.request_id,
+            request_id=self.request_id,
             prompt=self.prompt,
-            prompt_ids=sequence.prompt_ids,
-            token_ids=sequence.output_ids,
-            text="".join(chunk.text for chunk in self.chunks),
-            finish_reason=sequence.finish_reason,
-            metrics=self.metrics,
+            prompt_ids=self.samples[0].sequence.prompt_ids,
+            completions=[sample.completion() for sample in self.samples],
         )

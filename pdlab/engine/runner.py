@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pdlab.attention import AttentionBackend
+from pdlab.attention import AttentionBackend, Window, narrower
 from pdlab.engine.batch import BatchInputs, prepare
-from pdlab.engine.probe import Observer, Probe
+from pdlab.engine.probe import LayerObserver, Probe
 from pdlab.engine.sampler import Sampled, Sampler
+from pdlab.engine.scale import Scale
 from pdlab.engine.scheduler import ScheduledBatch
 from pdlab.engine.timing import StageClock
-from pdlab.kvcache import PagedKVCache
+from pdlab.kvcache import KVMemory, Release, WritePlan
 from pdlab.models import Model
-from pdlab.trace import Capture
+from pdlab.trace import BlockMove, Capture
 
 EXACT_ROW_TILE = 16
 
@@ -25,70 +27,120 @@ EXACT_ROW_TILE = 16
 class StepOutput:
     """What a runner gives back for a batch.
 
-    `sampled` has one entry for each scheduled sequence, None where the prompt goes on.
-    `logits` are the rows sampled from, float32 [num_sampled, vocab_size], or None where nothing is
-    sampled or no model stands behind the runner.
+    `sampled` has the new tokens by sequence id: of each scheduled sequence that is up to date, and
+    of those that fork off it. `logits` are the rows sampled from, one for each such scheduled
+    sequence, float32 [num_rows, vocab_size]; None where nothing is sampled or no model stands
+    behind the runner. `block_mass` is the attention that each block of a sequence received, by
+    sequence id, where the runner keeps account of it.
     """
 
-    sampled: list[Sampled | None]
+    sampled: dict[str, list[Sampled]]
     logits: Tensor | None = None
     captures: list[Capture] = field(default_factory=list)
+    block_mass: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Runner(Protocol):
     """Anything that can execute a batch: the model, or a stand-in that checks the bookkeeping."""
 
-    def run(self, batch: ScheduledBatch, clock: StageClock, step: int) -> StepOutput: ...
+    def carry_out(self, orders: Iterable[BlockMove | Release]) -> None:
+        """Move blocks, in this order; called before `run`, and done for good."""
+        ...
+
+    def run(self, batch: ScheduledBatch, clock: StageClock, step: int) -> StepOutput:
+        """Compute the batch. A run that fails counts for nothing and is made again."""
+        ...
+
+    def commit(self) -> None:
+        """The last run counts."""
+        ...
 
 
 class ModelRunner:
-    """Runs batches on a model over a paged KV cache."""
+    """Runs batches on a model over paged KV memory.
+
+    Args:
+        window: what all layers look back on; layers that were trained with less keep that.
+        weighs: keep account of the attention each block receives.
+    """
 
     def __init__(
         self,
         model: Model,
-        kv_cache: PagedKVCache,
+        memory: KVMemory,
         attention: AttentionBackend,
         sampler: Sampler,
         *,
         exact: bool = False,
+        window: Window | None = None,
+        weighs: bool = False,
     ):
         self.model = model
-        self.kv_cache = kv_cache
+        self.memory = memory
         self.attention = attention
         self.sampler = sampler
         self.row_tile = EXACT_ROW_TILE if exact else None
+        self.windows = [narrower(window, w) for w in model.config.windows]
+        self.weighs = weighs
         self.probe: Probe | None = None
+        self._plan: WritePlan | None = None
+
+    def carry_out(self, orders: Iterable[BlockMove | Release]) -> None:
+        self.memory.carry_out(orders)
+
+    def commit(self) -> None:
+        if self._plan:
+            self.memory.cache.commit(self._plan)
+            self._plan = None
 
     def run(self, batch: ScheduledBatch, clock: StageClock, step: int) -> StepOutput:
         """Compute the batch's tokens and draw a next token for each sequence that is up to date."""
-        inputs = prepare(batch, self.kv_cache.block_size)
-        observer = self.probe.observe(batch, step) if self.probe else None
-        hidden = self._forward(inputs, clock, observer)
-        captures = observer.captures if observer else []
-        if not inputs.sample_rows:  # prompt chunks only, none of them the last
-            return StepOutput([None] * len(batch.scheduled), None, captures)
-        rows = torch.tensor(inputs.sample_rows, dtype=torch.long, device=hidden.device)
-        logits = self.model.decoder.logits(hidden[rows], row_tile=self.row_tile)
-        clock.lap("logits")
-        sequences = [part.sequence for part in batch.scheduled if part.samples]
-        drawn = iter(self.sampler.sample(logits, sequences))
-        sampled = [next(drawn) if part.samples else None for part in batch.scheduled]
-        clock.lap("sample")
-        return StepOutput(sampled, logits, captures)
+        inputs = prepare(batch, self.memory.cache.block_size)
+        observers: list[LayerObserver] = []
+        if self.probe:
+            observers.append(probing := self.probe.observe(batch, step))
+        if self.weighs:
+            observers.append(scale := Scale(batch, self.memory.cache.block_size))
+        hidden = self._forward(inputs, clock, observers)
+        output = StepOutput({})
+        if self.probe:
+            output.captures = probing.captures
+        if self.weighs:
+            output.block_mass = scale.block_mass
+        if inputs.sample_rows:
+            self._sample(batch, hidden[inputs.sample_rows], output, clock)
+        return output
 
-    def _forward(self, inputs: BatchInputs, clock: StageClock, observer: Observer | None) -> Tensor:
+    def _sample(
+        self, batch: ScheduledBatch, hidden: Tensor, output: StepOutput, clock: StageClock
+    ) -> None:
+        """Draw from the logits of the rows given; a sequence that forks draws for each sample."""
+        output.logits = self.model.decoder.logits(hidden, row_tile=self.row_tile)
+        clock.lap("logits")
+        drawers = [part.drawers for part in batch.scheduled if part.samples]
+        rows = [row for row, several in enumerate(drawers) for _ in several]
+        sequences = [sequence for several in drawers for sequence in several]
+        drawn = self.sampler.sample(output.logits[rows], sequences)
+        for sequence, sampled in zip(sequences, drawn, strict=True):
+            output.sampled[sequence.sequence_id] = [sampled]
+        clock.lap("sample")
+
+    def _forward(
+        self, inputs: BatchInputs, clock: StageClock, observers: list[LayerObserver]
+    ) -> Tensor:
         """Hidden states of every token of the batch, [num_tokens, hidden_size]."""
-        device = self.model.decoder.device
-        slots = torch.tensor(inputs.slot_mapping, dtype=torch.long, device=device)
+        device, cache = self.model.decoder.device, self.memory.cache
+        plan = self._plan = cache.write_plan(inputs.slot_mapping)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self.kv_cache.write(layer, slots, k, v)
-            window = self.model.config.window(layer)
-            out = self.attention.paged(layer, q, self.kv_cache, inputs.attention, window)
-            if observer:
+            cache.write(layer, plan, k, v)
+            window = self.windows[layer]
+            out = self.attention.paged(layer, q, cache, inputs.attention, window)
+            if observers:
                 clock.lap("attention")
-                observer(layer, {"q": q, "k": k, "v": v, "attended": out}, self.kv_cache, window)
+                for observer in observers:
+                    tensors = {"q": q, "k": k, "v": v, "attended": out}
+                    observer(layer, tensors, cache, window)
                 clock.lap("probe")
             return out
 

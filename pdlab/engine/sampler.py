@@ -57,12 +57,12 @@ def _draw(probabilities: Tensor, sequence: Sequence) -> Tensor:
 
     If clock i rings after Exp(1) / p_i, token i rings first with probability p_i.
     """
-    generator = torch.Generator().manual_seed(_mix(sequence.seed, sequence.num_output_tokens))
+    generator = torch.Generator().manual_seed(mix(sequence.seed, sequence.num_output_tokens))
     clocks = torch.empty(probabilities.shape[-1]).exponential_(generator=generator)
     return (probabilities / clocks.to(probabilities.device)).argmax()
 
 
-def _mix(seed: int, index: int) -> int:
+def mix(seed: int, index: int) -> int:
     """A 63-bit seed for draw number `index` (the SplitMix64 finalizer, Steele et al. 2014)."""
     x = (seed + (index + 1) * 0x9E3779B97F4A7C15) & (2**64 - 1)
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)

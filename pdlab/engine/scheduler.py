@@ -2,17 +2,17 @@
 
 First come, first served, with a token budget a step (Yu et al. 2022, Orca: iteration-level
 scheduling; Agrawal et al. 2024, Sarathi-Serve: prompt chunks beside decodes). This file knows
-sequences and block numbers; it does not know the model, tensors or time.
+sequences and numbers of blocks; it does not know the model, tensors or time.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pdlab.engine.sequence import Sequence, SequenceState
-from pdlab.kvcache import BlockPool, blocks_for
+from pdlab.kvcache import KVManager
 from pdlab.trace import Phase
 
 
@@ -27,10 +27,19 @@ class ScheduledSequence:
     samples: bool
     """Whether this part reaches the newest token, whose logits give the next one."""
     blocks_taken: list[int]
+    forks: list[Sequence]
+    """Further samples of the request that start from this part's last logits."""
+    num_cached_tokens: int = 0
+    """Tokens before `start` that the prefix cache spared in this step."""
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def drawers(self) -> list[Sequence]:
+        """Who draws a next token from this part's last logits: the sequence and its forks."""
+        return [self.sequence, *self.forks] if self.samples else []
 
 
 @dataclass
@@ -48,31 +57,45 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    """Keeps the queues and hands out blocks.
+    """Keeps the queues and asks the manager for blocks.
 
     `running` and `waiting` are both in order of arrival, and everyone in `running` arrived before
     everyone in `waiting`: admission takes the oldest that waits, preemption the youngest that
     runs. So the oldest sequence always gets on, and with it, in the end, all.
+
+    Args:
+        watermark: part of the pool that admission leaves free, for those that run to grow.
+        swaps: whether a sequence about to be preempted should go to host memory rather than be
+            computed again; asked only where host memory has room.
     """
 
     def __init__(
         self,
-        pool: BlockPool,
+        kv: KVManager,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         chunk_size: int | None = None,
+        watermark: float = 0.0,
+        swaps: Callable[[Sequence], bool] = lambda sequence: True,
     ):
-        self.pool = pool
+        self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.chunk_size = chunk_size or max_num_batched_tokens
+        self.chunk_size = min(chunk_size or max_num_batched_tokens, max_num_batched_tokens)
+        self.blocks_kept_free = int(watermark * kv.pool.num_blocks)
+        self.swaps = swaps
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    @property
+    def num_seats_taken(self) -> int:
+        """Sequences that run, and those that will fork off them."""
+        return sum(1 + len(s.forks) for s in self.running)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -98,17 +121,38 @@ class Scheduler:
                 starved = True
         if not starved and not batch.preempted:
             self._admit(budget, batch)
+        batch.scheduled.sort(key=lambda part: part.phase)  # one that comes back may decode at once
         return batch
 
-    def update(self, batch: ScheduledBatch, sampled: Iterable[int | None]) -> None:
-        """Book what a step computed: tokens done, tokens sampled (None where none was)."""
-        for part, token_id in zip(batch.scheduled, sampled, strict=True):
+    def update(self, batch: ScheduledBatch, sampled: Mapping[str, list[int]]) -> list[int]:
+        """Book what a step computed.
+
+        Args:
+            sampled: new tokens by sequence id; none for a prompt that goes on.
+
+        Returns:
+            the blocks that fell out of a window and are free now.
+        """
+        freed = []
+        for part in batch.scheduled:
             sequence = part.sequence
             sequence.num_computed_tokens = part.end
-            if token_id is not None:
-                assert part.samples, f"{sequence.request_id} sampled before its last chunk"
-                sequence.token_ids.append(token_id)
-                sequence.state = SequenceState.RUNNING
+            self.kv.register(sequence)
+            freed += self.kv.drop_unseen(sequence)
+            if part.forks:
+                self._seat(part.forks, behind=sequence)
+            for drawer in part.drawers:
+                drawer.token_ids += sampled[drawer.sequence_id]
+                drawer.state = SequenceState.RUNNING
+        return freed
+
+    def _seat(self, forks: list[Sequence], behind: Sequence) -> None:
+        """Start the other samples of a prompt that is now computed, sharing all its blocks."""
+        for fork in forks:
+            self.kv.fork(behind, fork)
+        seat = self.running.index(behind) + 1
+        self.running[seat:seat] = forks
+        behind.forks = []
 
     def finish(self, sequence: Sequence, reason: str) -> list[int]:
         """End a sequence, wherever it is; returns the blocks that this freed."""
@@ -116,41 +160,50 @@ class Scheduler:
             return []
         if sequence in self.running:
             self.running.remove(sequence)
-        else:
+        elif sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
-        return self._release(sequence)
+        return self.kv.release(sequence)
 
     def _admit(self, budget: int, batch: ScheduledBatch) -> None:
         """Start waiting sequences, oldest first, while all their known tokens would fit."""
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        while self.waiting and budget > 0:
             sequence = self.waiting[0]
-            if blocks_for(sequence.num_tokens, self.pool.block_size) > self.pool.num_free:
+            if self.num_seats_taken + 1 + len(sequence.forks) > self.max_num_seqs:
                 break
+            hits = self.kv.look_up(sequence)
+            kept_free = self.blocks_kept_free if self.running else 0
+            needed = self.kv.blocks_to_start(sequence, hits, self.chunk_size)
+            if needed + kept_free > self.kv.pool.num_free:
+                break
+            num_cached_tokens = self.kv.start(sequence, hits)
             self.running.append(self.waiting.popleft())
             sequence.state = SequenceState.PREFILLING
             num_tokens = min(sequence.num_uncomputed_tokens, budget, self.chunk_size)
-            self._plan(sequence, num_tokens, batch)
+            self._plan(sequence, num_tokens, batch, num_cached_tokens)
             budget -= num_tokens
 
-    def _plan(self, sequence: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
+    def _plan(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        batch: ScheduledBatch,
+        num_cached_tokens: int = 0,
+    ) -> None:
         """Take the blocks for a sequence's next tokens and put them into the batch."""
-        taken = self.pool.allocate(self._blocks_missing(sequence, num_tokens))
-        sequence.block_table += taken
+        samples = num_tokens == sequence.num_uncomputed_tokens
         part = ScheduledSequence(
             sequence,
             start=sequence.num_computed_tokens,
             num_tokens=num_tokens,
             phase=sequence.phase,
-            samples=num_tokens == sequence.num_uncomputed_tokens,
-            blocks_taken=taken,
+            samples=samples,
+            blocks_taken=self.kv.grow(sequence, num_tokens),
+            forks=list(sequence.forks) if samples else [],
+            num_cached_tokens=num_cached_tokens,
         )
         batch.scheduled.append(part)
-
-    def _blocks_missing(self, sequence: Sequence, num_tokens: int) -> int:
-        needed = blocks_for(sequence.num_computed_tokens + num_tokens, self.pool.block_size)
-        return max(0, needed - len(sequence.block_table))
 
     def _make_room(self, sequence: Sequence, num_tokens: int, batch: ScheduledBatch) -> bool:
         """Preempt the youngest, one after the other, until `sequence` can grow.
@@ -159,7 +212,7 @@ class Scheduler:
         gives its blocks back; a prompt chunk just waits, for those in the batch are older or are
         decodes and will end. Taking blocks from someone in between would let the younger overtake.
         """
-        while self._blocks_missing(sequence, num_tokens) > self.pool.num_free:
+        while self.kv.blocks_missing(sequence, num_tokens) > self.kv.pool.num_free:
             victim = self.running[-1]
             runs = victim is sequence or any(p.sequence is victim for p in batch.scheduled)
             if sequence.phase == "prefill" and runs:
@@ -170,15 +223,10 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence, batch: ScheduledBatch) -> None:
-        """Take a sequence's blocks away; its tokens will be computed again (recompute)."""
+        """Take a sequence's blocks away: its K and V go to host memory, or are computed again."""
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
         sequence.state = SequenceState.PREEMPTED
-        batch.blocks_freed += self._release(sequence)
+        swaps = self.kv.can_swap_out(sequence) and self.swaps(sequence)
+        batch.blocks_freed += self.kv.swap_out(sequence) if swaps else self.kv.release(sequence)
         batch.preempted.append(sequence)
-
-    def _release(self, sequence: Sequence) -> list[int]:
-        freed = self.pool.free(sequence.block_table)
-        sequence.block_table = []
-        sequence.num_computed_tokens = 0
-        return freed

@@ -88,3 +88,9 @@ class Sequence:
         """
         decoding = self.num_output_tokens > 0 and self.num_uncomputed_tokens == 1
         return "decode" if decoding else "prefill"
+
+    def add_mass(self, block_mass: list[float]) -> None:
+        """Add the attention that each block of the table received in a step."""
+        self.block_mass += [0.0] * (len(block_mass) - len(self.block_mass))
+        for i, mass in enumerate(block_mass):
+            self.block_mass[i] += mass

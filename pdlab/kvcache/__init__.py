@@ -1,20 +1,20 @@
 """Where K and V live, and who owns each block of them."""
 
 from pdlab.kvcache.block_pool import BlockPool, blocks_for
-from pdlab.kvcache.formats import FLOAT_DTYPES as KV_DTYPES
 from pdlab.kvcache.formats import KVFormat, parse_kv_format
 from pdlab.kvcache.manager import Hits, Holder, KVManager, PrefixCacheStats, Release, Retention
+from pdlab.kvcache.memory import KVMemory
 from pdlab.kvcache.open_blocks import WritePlan
 from pdlab.kvcache.paged import PagedKVCache, copy_blocks
 from pdlab.kvcache.prefix import Prefix
 
 __all__ = [
-    "KV_DTYPES",
     "BlockPool",
     "Hits",
     "Holder",
     "KVFormat",
     "KVManager",
+    "KVMemory",
     "PagedKVCache",
     "Prefix",
     "PrefixCacheStats",

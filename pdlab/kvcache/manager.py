@@ -58,6 +58,9 @@ class Retention:
         return min(everything, seen + kept)
 
 
+KEEP_ALL = Retention()
+
+
 @dataclass
 class PrefixCacheStats:
     """What the prefix cache was asked for and what it had, since it was made."""
@@ -106,7 +109,7 @@ class KVManager:
         self,
         pool: BlockPool,
         host: BlockPool,
-        retention: Retention = Retention(),
+        retention: Retention = KEEP_ALL,
         max_swapped: int | None = None,
     ):
         self.pool = pool

@@ -74,6 +74,11 @@ class ModelConfig:
         return self.layer_windows[layer] if self.layer_windows else None
 
     @property
+    def windows(self) -> list[int | None]:
+        """`window` of every layer."""
+        return [self.window(layer) for layer in range(self.num_layers)]
+
+    @property
     def num_parameters(self) -> int:
         """Weights in the model; tied embeddings count once."""
         hidden, layers = self.hidden_size, self.num_layers

@@ -1,0 +1,120 @@
+"""One pool of KV memory: the tensors, the blocks, and the moves between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+
+import torch
+
+from pdlab.kvcache.block_pool import BlockPool
+from pdlab.kvcache.manager import KEEP_ALL, KVManager, Release, Retention
+from pdlab.kvcache.paged import PagedKVCache, copy_blocks
+from pdlab.models.config import ModelConfig
+from pdlab.trace import BlockMove
+
+
+class KVMemory:
+    """Device blocks, host blocks and their bookkeeping, for one engine or for several.
+
+    Engines that share one memory share its prefix cache, too. They must run the same model with the
+    same arithmetic, or one would read K and V that the other would have computed differently.
+
+    Args:
+        num_swap_blocks: blocks in host memory.
+        max_num_seqs: most sequences that hold blocks at once, over all engines.
+        retention: which tokens stay in the cache.
+
+    Raises:
+        ValueError: there is not enough memory.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        kv_format: str = "fp32",
+        device: torch.device | str = "cpu",
+        num_swap_blocks: int = 0,
+        head_groups: int = 1,
+        max_num_seqs: int = 32,
+        retention: Retention = KEEP_ALL,
+    ):
+        def cache(blocks: int, place: torch.device | str, max_open: int) -> PagedKVCache:
+            return PagedKVCache(
+                config,
+                blocks,
+                block_size,
+                kv_format,
+                place,
+                head_groups=head_groups,
+                max_open_blocks=max_open,
+            )
+
+        # A sequence may fill one block and begin the next in the same step.
+        self.cache = cache(num_blocks, device, 2 * max_num_seqs)
+        self.host = cache(num_swap_blocks, "cpu", max_num_seqs) if num_swap_blocks else None
+        self.manager = KVManager(
+            BlockPool(num_blocks, block_size),
+            BlockPool(num_swap_blocks, block_size),
+            retention,
+            max_swapped=max_num_seqs,
+        )
+        self.num_engines = 0
+        self._seats_left = max_num_seqs
+        self._kind: dict[str, object] = {}
+
+    def join(self, kind: dict[str, object], num_seqs: int) -> None:
+        """Another engine is going to use this memory, with up to `num_seqs` sequences.
+
+        Args:
+            kind: all that decides what K and V are; the same for all engines.
+
+        Raises:
+            ValueError: the engine would store something else, or too many sequences.
+        """
+        for name, value in kind.items():
+            first = self._kind.setdefault(name, value)
+            if first is not value and first != value:
+                raise ValueError(
+                    f"{name}={value!r:.60} differs from {first!r:.60} of the KV memory"
+                )
+        if num_seqs > self._seats_left:
+            raise ValueError(
+                f"max_num_seqs={num_seqs} is more than the {self._seats_left} sequences that the "
+                "KV memory has left"
+            )
+        self._seats_left -= num_seqs
+        self.num_engines += 1
+
+    def leave(self, num_seqs: int) -> None:
+        """An engine that has freed all its blocks is done with this memory."""
+        self._seats_left += num_seqs
+        self.num_engines -= 1
+
+    def carry_out(self, orders: Iterable[BlockMove | Release]) -> None:
+        """Copy blocks as the manager decided, in its order; neighbours of a kind go together."""
+        for kind, group in groupby(orders, key=_kind):
+            source = self.host if kind in ("swap_in", "release_host") else self.cache
+            target = self.host if kind == "swap_out" else self.cache
+            assert source is not None
+            assert target is not None
+            if kind.startswith("release"):
+                source.release([o.block for o in group if isinstance(o, Release)])
+            else:
+                moves = [o for o in group if isinstance(o, BlockMove)]
+                sources, targets = [m.source for m in moves], [m.target for m in moves]
+                copy_blocks(source, sources, target, targets)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, host memory included."""
+        return self.cache.nbytes + (self.host.nbytes if self.host else 0)
+
+
+def _kind(order: BlockMove | Release) -> str:
+    if isinstance(order, BlockMove):
+        return order.kind
+    return "release_host" if order.on_host else "release"
