@@ -26,6 +26,8 @@ STEP_S = 0.05
 """Simulated seconds a step: the time between two tokens that a reader follows with ease."""
 PREFILL_TOKENS = 8192
 """Prompt tokens a step: vLLM's default `max_num_batched_tokens` for a server on an H100."""
+UNLIMITED = 2**60
+"""Slots of a contiguous memory that never becomes full; intervals of it cost nothing."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,19 @@ class CacheReplay:
         """Prompt tokens that were not computed over all prompt tokens."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
-    def share(self, slots: float) -> float:
-        """Slots as a part of the memory; of the slots taken, where memory has no limit."""
-        whole = self.taken_slots if self.num_slots is None else self.num_slots
-        return slots / whole if whole else 0.0
+    @property
+    def fractions(self) -> dict[str, float]:
+        """Each kind of slot as a part of the memory; of the slots taken, if it has no limit."""
+        slots = {
+            "used": self.used_slots,
+            "reserved": self.reserved_slots,
+            "internal": self.internal_slots,
+        }
+        if self.num_slots is not None:
+            slots["external"] = self.external_slots
+            slots["free"] = self.num_slots - self.taken_slots - self.external_slots
+        whole = sum(slots.values())
+        return {name: number / whole if whole else 0.0 for name, number in slots.items()}
 
 
 def replay_cache(
@@ -140,8 +151,17 @@ def replay_cache(
         simulator = Simulator(requests, memory, step_s=step_s, prefill_tokens=prefill_tokens)
         totals = simulator.run()
         prompt_blocks = sum(blocks_for(r.num_prompt_tokens, block_size) for r in requests)
+        num_slots = None if num_blocks is None else num_blocks * block_size
         results.append(
-            _result(name, memory, totals, block_size, prompt_blocks, step_s, num_blocks is None)
+            _result(
+                name,
+                memory,
+                totals,
+                num_slots,
+                totals.hit_tokens // block_size,
+                prompt_blocks,
+                step_s,
+            )
         )
     return results
 
@@ -179,28 +199,27 @@ def _memory(
 ) -> SlotMemory:
     """A memory of this many blocks, or one that cannot become full."""
     if policy is None:
-        blocks = sum(blocks_for(r.num_kv_tokens, block_size) for r in requests)
-        return PagedMemory(blocks if num_blocks is None else num_blocks, block_size)
-    if num_blocks is None:  # twice: while a sequence moves, old and new are there
-        return ContiguousMemory(2 * sum(policy(r.num_kv_tokens) for r in requests), policy)
-    return ContiguousMemory(num_blocks * block_size, policy)
+        # More blocks than all requests together ever touch would change nothing.
+        most = sum(blocks_for(r.num_kv_tokens, block_size) for r in requests)
+        return PagedMemory(most if num_blocks is None else min(num_blocks, most), block_size)
+    return ContiguousMemory(UNLIMITED if num_blocks is None else num_blocks * block_size, policy)
 
 
 def _result(
     name: str,
     memory: SlotMemory,
     totals: Totals,
-    block_size: int,
+    num_slots: int | None,
+    hit_blocks: int,
     prompt_blocks: int,
     step_s: float,
-    unlimited: bool,
 ) -> CacheReplay:
     steps = max(1, totals.num_steps)
     wasted = totals.unshared - totals.used  # shared blocks are full, so all waste is unshared
     queue_s = sorted(max(0.0, steps_ * step_s) for steps_ in totals.queue_steps)
     return CacheReplay(
         policy=name,
-        num_slots=None if unlimited else memory.num_slots,
+        num_slots=num_slots,
         needed_slots=memory.num_needed,
         used_slots=(totals.taken - wasted) / steps,
         reserved_slots=(totals.lasting - totals.used) / steps,
@@ -212,7 +231,7 @@ def _result(
         num_preemptions=totals.num_preemptions,
         num_evictions=memory.num_evictions,
         prompt_blocks=prompt_blocks,
-        hit_blocks=totals.hit_tokens // block_size,
+        hit_blocks=hit_blocks,
         prompt_tokens=totals.prompt_tokens,
         hit_tokens=totals.hit_tokens,
         copied_tokens=memory.num_copied_tokens,

@@ -33,6 +33,8 @@ class Job:
 
     index: int
     request: TraceRequest
+    most_tokens: int
+    """In the KV memory at its end."""
     num_known: int
     num_sampled: int = 0
     holding: Holding | None = None
@@ -89,7 +91,8 @@ class Simulator:
         self.prefill_tokens = prefill_tokens
         self.totals = Totals()
         self._arrivals = deque(
-            Job(i, request, request.num_prompt_tokens) for i, request in enumerate(requests)
+            Job(i, request, request.num_kv_tokens, request.num_prompt_tokens)
+            for i, request in enumerate(requests)
         )
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}  # by index, oldest first
@@ -111,6 +114,7 @@ class Simulator:
             following = step + 1 if again else self._next_event(step)
             self._skip(following - step - 1)
             step = following
+        assert self.memory.num_taken == self._held == self._used == 0, "slots leaked"
         return self.totals
 
     def _next_event(self, step: int) -> int:
@@ -146,7 +150,7 @@ class Simulator:
         return bool(self._prefilling) or can_admit
 
     def _arrive(self, job: Job) -> None:
-        if self.memory.fits(job.request.num_kv_tokens):
+        if self.memory.fits(job.most_tokens):
             self._waiting.append(job)
         else:
             self.totals.num_refused += 1
@@ -228,7 +232,7 @@ class Simulator:
             self._prefilling.remove(job)
         self._used -= job.tokens_at(last_step)
         self._held -= job.holding.capacity
-        self._lasting -= min(job.holding.capacity, job.request.num_kv_tokens)
+        self._lasting -= min(job.holding.capacity, job.most_tokens)
         self.memory.release(job.holding)
         job.holding, job.num_tokens, job.since_step = None, 0, -1
 
@@ -242,7 +246,7 @@ class Simulator:
     def _plan_growth(self, job: Job) -> None:
         """Plan the step whose token finds no slot, if the request lives that long."""
         assert job.holding is not None
-        if job.holding.capacity < job.request.num_kv_tokens:
+        if job.holding.capacity < job.most_tokens:
             full = job.since_step + job.holding.capacity - job.num_tokens
             self._plan(full + 1)
             self._growths[full + 1].append((job.index, job.epoch, job))
@@ -252,10 +256,11 @@ class Simulator:
             heapq.heappush(self._event_steps, step)
 
     def _add_capacity(self, job: Job, before: int) -> None:
+        """Book what a request without slots, or with `before` slots and all of them full, got."""
         assert job.holding is not None
-        after, most = job.holding.capacity, job.request.num_kv_tokens
+        after = job.holding.capacity
         self._held += after - before
-        self._lasting += min(after, most) - min(before, most)
+        self._lasting += min(after, job.most_tokens) - before  # a full request will use it all
 
     def _fragmented_slots(self) -> int:
         """Free slots that do not help the first in line, because they lie apart."""
