@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdlab.trace.records import DROPPED, StepRecord
+from pdlab.trace.records import DROPPED, Resident, StepRecord
 from pdlab.trace.trace import Trace
-from pdlab.workbench.memory_data import cached_free_blocks
+from pdlab.workbench.memory_data import block_tables, cached_free_blocks
 from pdlab.workbench.memory_events import hit_blocks, memory_events
 
 Frame = dict[str, Any]
@@ -26,13 +26,14 @@ def block_frames(trace: Trace, most: int | None = None) -> list[Frame]:
     frames = []
     for index, record in enumerate(steps):
         _follow_hits(record, size, hits)
-        computed |= {r.sequence_id: r.num_computed_tokens for r in record.residents}
+        held = block_tables(record)
+        computed |= {name: resident.num_computed_tokens for name, resident in held.items()}
         following = trace.steps[index + 1] if index + 1 < len(trace.steps) else None
         frames.append(
             {
                 "step": record.step,
                 "phase": record.phase,
-                "tables": [_table(r.sequence_id, record, hits) for r in record.residents],
+                "tables": [_table(resident, record, hits) for resident in held.values()],
                 "host": [
                     {"id": name, "blocks": blocks, "computed": computed.get(name, 0)}
                     for name, blocks in record.swapped.items()
@@ -51,8 +52,8 @@ def block_frames(trace: Trace, most: int | None = None) -> list[Frame]:
     return frames
 
 
-def _table(name: str, record: StepRecord, hits: dict[str, tuple[int, int]]) -> Frame:
-    resident = next(r for r in record.residents if r.sequence_id == name)
+def _table(resident: Resident, record: StepRecord, hits: dict[str, tuple[int, int]]) -> Frame:
+    name = resident.sequence_id
     part = next((p for p in record.sequences if p.sequence_id == name), None)
     did = None if part is None else "fork" if part.forked_from else part.phase
     return {

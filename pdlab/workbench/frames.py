@@ -12,6 +12,7 @@ from typing import Any
 
 from pdlab.trace.records import SequenceRecord, StepRecord
 from pdlab.trace.trace import Trace
+from pdlab.workbench.memory_data import block_tables
 from pdlab.workbench.sequences import request_of
 
 Frame = dict[str, Any]
@@ -89,7 +90,7 @@ def _tokenize_frame(trace: Trace, sequence_id: str) -> Frame:
 def _step_frame(trace: Trace, sequence_id: str, step: StepRecord, previous: Frame) -> Frame:
     mine = _own_record(step, sequence_id)
     kind = _kind(step, sequence_id, mine)
-    resident = next((r for r in step.residents if r.sequence_id == sequence_id), None)
+    resident = block_tables(step).get(sequence_id)
     in_host = previous["computed"] if sequence_id in step.swapped else 0
     computed = resident.num_computed_tokens if resident else in_host
     frame: Frame = {
@@ -121,7 +122,9 @@ def _step_numbers(step: StepRecord) -> Frame:
         "kv_used_bytes": step.kv_used_bytes,
         "kv_wasted_bytes": step.kv_wasted_bytes,
         "num_free_blocks": step.num_free_blocks,
-        "tables": {r.sequence_id: [r.block_table, r.num_computed_tokens] for r in step.residents},
+        "tables": {
+            name: [r.block_table, r.num_computed_tokens] for name, r in block_tables(step).items()
+        },
         "batch": [[s.sequence_id, s.phase, s.num_tokens] for s in step.sequences],
         "waiting": len(step.waiting),
         "cached_blocks": step.cached_blocks,

@@ -7,9 +7,10 @@ keeps its prefix, when the step ends.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from pdlab.trace.records import DROPPED, StepRecord
+from pdlab.trace.records import DROPPED, Resident, StepRecord
 from pdlab.trace.trace import Trace
 
 
@@ -68,12 +69,25 @@ def block_owners(trace: Trace, record: StepRecord) -> dict[int, list[Owner]]:
     """For each physical block that a sequence holds: its owners, in order of their tables."""
     size = trace.engine["block_size"]
     owners: dict[int, list[Owner]] = {}
-    for resident in record.residents:
+    for resident in block_tables(record).values():
         for logical, block in enumerate(resident.block_table):
             if block != DROPPED:
                 filled = max(0, min(size, resident.num_computed_tokens - logical * size))
                 owners.setdefault(block, []).append(Owner(resident.sequence_id, logical, filled))
     return owners
+
+
+def block_tables(record: StepRecord) -> dict[str, Resident]:
+    """What every sequence holds at the end of the step, those included that fork off in it.
+
+    A fork may be recorded as holding nothing yet: it then holds what its parent holds.
+    """
+    tables = {r.sequence_id: r for r in record.residents}
+    for part in record.sequences:
+        parent = tables.get(part.forked_from or "")
+        if parent and part.sequence_id not in tables:
+            tables[part.sequence_id] = replace(parent, sequence_id=part.sequence_id)
+    return tables
 
 
 def cached_free_blocks(record: StepRecord) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from pdlab.trace.records import DROPPED, BlockMove, SequenceRecord, StepRecord
 from pdlab.trace.trace import Trace
+from pdlab.workbench.memory_data import block_tables
 
 Tables = dict[str, list[int]]
 NOTHING = "No block changed hands: K and V went into slots that were already taken."
@@ -52,7 +53,7 @@ def name_blocks(blocks: list[int], place: str = "block") -> str:
 
 
 def _tables(record: StepRecord) -> Tables:
-    return {r.sequence_id: r.block_table for r in record.residents}
+    return {name: held.block_table for name, held in block_tables(record).items()}
 
 
 def _preemptions(record: StepRecord, before: Tables) -> Iterator[str]:
@@ -69,9 +70,14 @@ def _preemptions(record: StepRecord, before: Tables) -> Iterator[str]:
 
 
 def _swap_ins(record: StepRecord) -> Iterator[str]:
+    tables = _tables(record)
+    taken = {p.sequence_id: p.blocks_taken for p in record.sequences}
     for name, moves in _by_sequence(record, "swap_in").items():
-        targets = name_blocks([m.target for m in moves])
-        yield f"{name} came back from host memory into {targets}."
+        targets = [m.target for m in moves]
+        fresh = {DROPPED, *targets, *taken.get(name, [])}
+        kept = len(set(tables.get(name, [])) - fresh)
+        note = f"; its other {_count(kept)} had stayed in the prefix cache" if kept else ""
+        yield f"{name} came back from host memory into {name_blocks(targets)}{note}."
 
 
 def _hits(record: StepRecord, size: int) -> Iterator[str]:
@@ -105,9 +111,11 @@ def _copies(record: StepRecord, before: Tables) -> Iterator[str]:
     for move in record.moves:
         if move.kind == "copy":
             holders = [name for name, table in before.items() if move.source in table]
-            who = f"by {_list(holders)}" if len(holders) > 1 else "or cached"
+            others = [name for name in holders if name != move.sequence_id]
+            users = holders if move.sequence_id in holders else [*holders, move.sequence_id]
+            state = f"was shared by {_list(users)}" if others else "keeps a prefix for others"
             yield (
-                f"Block {move.source} was shared {who}; {move.sequence_id} wrote: "
+                f"Block {move.source} {state}; {move.sequence_id} wrote: "
                 f"copied to block {move.target}."
             )
 
@@ -152,9 +160,10 @@ def _finished(record: StepRecord) -> Iterator[str]:
 
 
 def _taken(record: StepRecord) -> Iterator[str]:
-    takers = [p for p in record.sequences if p.blocks_taken]
-    for part in takers:
-        yield f"{part.sequence_id} took {name_blocks(part.blocks_taken)}."
+    moved = {m.target for m in record.moves if m.kind != "swap_out"}
+    for part in record.sequences:
+        if taken := [b for b in part.blocks_taken if b not in moved]:
+            yield f"{part.sequence_id} took {name_blocks(taken)}."
 
 
 def _by_sequence(record: StepRecord, kind: str) -> dict[str, list[BlockMove]]:

@@ -3,6 +3,9 @@
 
 const DROPPED = -1;
 const MAX_CELLS = 1024;
+const CELLS = [44, 36, 30, 24, 20, 17, 14, 12, 10];
+const ROOMY = 40; // logical blocks up to which the tables have large cells
+const [POOL_HEIGHT, HOST_HEIGHT] = [236, 86];
 const MOVES = { copy: "copied for writing", swap_out: "swapped out", swap_in: "swapped in" };
 
 function render({ model, el }) {
@@ -155,6 +158,11 @@ class BlockTable {
   drawTables(frame) {
     const rows = frame.tables.map((t) => this.row(t, "pool", doing(t)));
     rows.push(...frame.host.map((t) => this.row({ ...t, hits: [0, 0] }, "host", "in host memory")));
+    const count = [...frame.tables, ...frame.host].reduce((sum, t) => sum + t.blocks.length, 0);
+    const [cell, tall] = count <= ROOMY ? [44, 38] : [34, 28];
+    this.tables.style.setProperty("--pd-cell", `${cell}px`);
+    this.tables.style.setProperty("--pd-cell-height", `${tall}px`);
+    this.tables.toggleAttribute("data-small", cell < 44);
     if (frame.waiting.length) rows.push(h("div.pd-muted", {}, [`waiting: ${frame.waiting.join(", ")}`]));
     clear(this.tables, ...(rows.length ? rows : [h("div.pd-muted", {}, ["No sequence holds a block."])]));
   }
@@ -170,7 +178,7 @@ class BlockTable {
     });
     const swatch = h("i", { style: `background:var(--pd-seq-${this.colorIndex(table.id)})` });
     return h("div.pd-bt-row", {}, [
-      h("div.pd-bt-name", {}, [swatch, table.id, h("small", {}, [`${table.computed} tokens`]), h("small", {}, [state])]),
+      h("div.pd-bt-name", {}, [swatch, table.id, h("small", {}, [` ${table.computed} tokens`]), h("div", {}, [state])]),
       h("div.pd-bt-cells", {}, cells),
     ]);
   }
@@ -199,7 +207,7 @@ class BlockTable {
     const { num_blocks: total } = this.header;
     const [cached, fresh] = [new Set(frame.cached), new Set(frame.new)];
     const count = Math.min(total, MAX_CELLS);
-    const label = this.layout(this.pool, count);
+    const label = this.layout(this.pool, count, POOL_HEIGHT);
     clear(this.pool, ...Array.from({ length: count }, (_, block) => {
       const users = this.owners.pool.get(block) ?? [];
       const kind = users.length ? null : cached.has(block) ? "cached" : "free";
@@ -208,23 +216,29 @@ class BlockTable {
     if (count < total) this.pool.append(h("div.pd-hint", { style: "grid-column:1/-1" }, [`${total - count} more blocks are not drawn`]));
   }
 
-  /** Cells as large as fit; returns whether they have room for a number. */
-  layout(grid, count) {
-    const cell = count <= 40 ? 44 : count <= 84 ? 36 : count <= 128 ? 30 : count <= 512 ? 17 : 12;
-    const gap = cell > 20 ? 4 : 2;
+  /** Cells as large as fit without scrolling; returns whether they have room for a number. */
+  layout(grid, count, height) {
     const width = (grid.clientWidth || 400) - 10;
-    const columns = Math.max(1, Math.min(count, Math.floor((width + gap) / (cell + gap))));
-    grid.style.gridTemplateColumns = `repeat(${columns > 4 ? columns - (columns % 4) : columns}, ${cell}px)`;
-    grid.style.setProperty("--pd-cell", `${cell}px`);
-    grid.toggleAttribute("data-small", cell < 36);
-    return cell >= 30;
+    const fits = CELLS.map((cell) => {
+      const gap = cell > 20 ? 4 : 2;
+      const most = Math.max(1, Math.floor((width + gap) / (cell + gap)));
+      const columns = Math.min(count, most >= 8 ? most - (most % 4) : most);
+      const tall = cell - (cell > 20 ? 6 : 2);
+      return { cell, tall, columns, height: Math.ceil(count / columns) * (tall + gap) };
+    });
+    const chosen = fits.find((f) => f.height <= height) ?? fits.at(-1);
+    grid.style.gridTemplateColumns = `repeat(${chosen.columns}, ${chosen.cell}px)`;
+    grid.style.setProperty("--pd-cell", `${chosen.cell}px`);
+    grid.style.setProperty("--pd-cell-height", `${chosen.tall}px`);
+    grid.toggleAttribute("data-small", chosen.cell < 36);
+    return chosen.cell >= 30;
   }
 
   drawHost(frame) {
     const count = Math.min(this.header.num_host_blocks, MAX_CELLS);
     this.host.hidden = !count;
     if (!count) return;
-    const label = this.layout(this.hostPool, count);
+    const label = this.layout(this.hostPool, count, HOST_HEIGHT);
     clear(this.hostPool, ...Array.from({ length: count }, (_, block) => {
       const users = this.owners.host.get(block) ?? [];
       return this.cell(block, users, { place: "host", kind: users.length ? null : "free", label });
