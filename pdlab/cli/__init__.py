@@ -106,3 +106,41 @@ def calibrate(
         from pdlab.cli.ceilings import show_ceilings
 
         show_ceilings(device, dtype, refresh=refresh)
+
+
+@app.command()
+def replay(
+    trace: Annotated[str, typer.Argument(help="A trace file, or the name of a shipped trace.")],
+    cache_only: Annotated[
+        bool, typer.Option("--cache-only", help="KV memory only: no model is run.")
+    ] = False,
+    blocks: Annotated[str, typer.Option(help="Blocks of KV memory, or infinite.")] = "infinite",
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens a block; by default the trace's, or 16.", min=1)
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Whose K and V to count in bytes: the name of a shape.")
+    ] = "smollm2-135m",
+    kv_format: Annotated[str, typer.Option(help="The format of K and V to count.")] = "bf16",
+    requests: Annotated[int | None, typer.Option(help="Only the first so many.", min=1)] = None,
+    step_ms: Annotated[float, typer.Option(help="Simulated time of a step.")] = 50,
+    baselines: Annotated[bool, typer.Option(help="Contiguous KV memory beside paged.")] = True,
+) -> None:
+    """Replay the requests of a trace: what they do to KV memory."""
+    with one_line_errors():
+        if not cache_only:
+            raise ValueError("replay needs --cache-only: replaying with a model is not there yet")
+        from pdlab.cli.replay import Replay, replay_cache_only
+
+        replay_cache_only(
+            Replay(
+                trace=trace,
+                blocks=blocks,
+                block_size=block_size,
+                model=model,
+                kv_format=kv_format,
+                num_requests=requests,
+                step_ms=step_ms,
+                baselines=baselines,
+            )
+        )

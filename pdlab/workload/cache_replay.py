@@ -5,7 +5,7 @@ simulated time, which every number here depends on. Slots are sorted as in figur
 paper (Kwon et al. 2023):
 
     used       holds a token
-    reserved   taken, and its request will write it later
+    reserved   taken, and its request will write it later (or now: a prompt that waits for prefill)
     internal   taken, and never written: the request ends before (internal fragmentation)
     external   free, but the request that is first in line does not fit in one piece
     free       the rest, cached blocks included
