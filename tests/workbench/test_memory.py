@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from pdlab import Trace
+from pdlab import Engine, EngineConfig, SamplingParams, Trace
 from pdlab.trace.records import DROPPED
-from pdlab.workbench import BlockTableView, MemoryLedger, Stepper, memory_ledger
+from pdlab.workbench import BlockTableView, MemoryLedger, Stepper, figures, memory_ledger
 from pdlab.workbench.block_frames import block_frames
 from pdlab.workbench.memory_data import (
     block_bytes,
@@ -17,7 +17,9 @@ from pdlab.workbench.memory_data import (
     ledger,
 )
 from pdlab.workbench.memory_events import NOTHING, memory_events, name_blocks
+from pdlab.workbench.sequences import sequence_ids
 
+from ..helpers import random_model, random_prompt
 from .handmade import KV_BYTES, two_requests
 from .handmade_memory import memory_moves
 
@@ -219,3 +221,69 @@ def test_stepper_of_a_preempted_sequence_forgets_its_cached_tokens(moves: Trace)
     frames = {f["step"]: f for f in Stepper(moves, "r2").frames[1:]}
     assert (frames[8]["kind"], frames[8]["computed"], frames[8]["cached"]) == ("preempted", 0, 0)
     assert frames[9]["cached"] == 16
+
+
+# --- real engines --------------------------------------------------------------------------------
+
+CONFIGS = {
+    "roomy": {"num_blocks": 40},
+    "swap": {"num_swap_blocks": 16, "preemption": "swap"},
+    "recompute": {"preemption": "recompute"},
+    "no cache": {"enable_prefix_cache": False},
+    "window": {"window": 8, "sink_tokens": 4},
+    "heavy": {"window": 8, "heavy_tokens": 8, "enable_prefix_cache": False},
+    "int8": {"kv_format": "int8"},
+    "KIVI": {"kv_format": "int4:channel/int4:token:8"},
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def run(request: pytest.FixtureRequest) -> tuple[str, Trace, int]:
+    """What was asked for, the trace, and the bytes of the KV tensors."""
+    config = EngineConfig(
+        **{"block_size": 4, "num_blocks": 16, "chunk_size": 16, "max_num_seqs": 6}
+        | CONFIGS[request.param]
+    )
+    base, params = random_prompt(24), SamplingParams(max_tokens=16, ignore_eos=True)
+    samples = 1 if request.param == "heavy" else 2
+    forked = replace(params, n=samples, temperature=0.8, seed=1)
+    with Engine(random_model(), config) as engine:
+        engine.submit(base[:14], forked)
+        engine.step()
+        engine.step()
+        prompts = [[*base, 3, 4], random_prompt(19, seed=5), base[:8]]
+        engine.generate(prompts, params)
+        assert engine.kv_cache is not None
+        return request.param, engine.trace, engine.kv_cache.nbytes
+
+
+def test_ledger_of_a_real_run_is_the_tensors_bytes(run: tuple[str, Trace, int]) -> None:
+    _, trace, num_bytes = run
+    for record in trace.steps:
+        book = ledger(trace, record)
+        assert book.pool + book.open == num_bytes
+        assert min(book.used, book.wasted, book.cached, book.free, book.host_free) >= 0
+        assert book.used + book.wasted == len(block_owners(trace, record)) * block_bytes(trace)
+    assert book.weights == random_model().weight_bytes
+
+
+def test_every_picture_of_memory_can_be_drawn_of_a_real_run(run: tuple[str, Trace, int]) -> None:
+    _, trace, _ = run
+    for sequence_id in sequence_ids(trace):
+        frames = Stepper(trace, sequence_id).frames
+        assert frames[-1]["finish_reason"] == "length"
+        assert frames[-1]["computed"] == frames[-1]["known"] - 1
+    assert json.dumps(BlockTableView(trace).frames)
+    assert json.dumps(MemoryLedger(trace).frames)
+    figures.kv_occupancy(trace)
+    figures.block_grid(trace, len(trace.steps) // 2)
+
+
+def test_captions_of_a_real_run_name_what_was_asked_for(run: tuple[str, Trace, int]) -> None:
+    name, trace, _ = run
+    text = " ".join(e for i in range(len(trace.steps)) for e in memory_events(trace, i))
+    assert ("in the prefix cache" in text) == (name not in ("no cache", "heavy"))
+    assert ("r0.1 forks from r0 and shares its 4 blocks" in text) == (name != "heavy")
+    assert ("Block 3 was shared by r0 and r0.1; r0 wrote" in text) == (name != "heavy")
+    assert ("swapped out" in text) == ("came back from host memory" in text) == (name == "swap")
+    assert ("no query will see" in text) == (name in ("window", "heavy"))
