@@ -43,7 +43,9 @@ class AttentionInputs:
     query_starts: list[int]
     context_lens: list[int]
     block_tables: list[list[int]]
-    _reads: dict[tuple, BlockReads] = field(default_factory=dict, init=False, repr=False)
+    _reads: dict[tuple, BlockReads] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def num_sequences(self) -> int:
@@ -153,8 +155,9 @@ class AttentionBackend(ABC):
         for i in sequences:
             # What hides nothing yet is no window: without a mask it is quicker.
             hides = window is not None and window.size < inputs.context_lens[i]
-            seen = gather_visible(layer, q, kv_cache, inputs, i, window if hides else None)
-            parts.append(self.dense(q[inputs.rows(i)], *seen))
+            shown = window if hides else None
+            k, v, positions = gather_visible(layer, q, kv_cache, inputs, i, shown)
+            parts.append(self.dense(q[inputs.rows(i)], k, v, shown, positions))
         return torch.cat(parts)
 
 
@@ -165,8 +168,8 @@ def gather_visible(
     inputs: AttentionInputs,
     i: int,
     window: Window | None,
-) -> tuple[Tensor, Tensor, Window | None, Tensor | None]:
-    """What sequence i of a batch may see, as `dense` takes it: k, v, window and positions.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """K and V that sequence i of a batch may see, and their positions, as `dense` takes them.
 
     Args:
         like: of the dtype and on the device that k and v shall have.
@@ -175,7 +178,7 @@ def gather_visible(
     k, v = kv_cache.gather(layer, reads.tables[0], like.dtype)
     num_keys = reads.num_keys[0]
     positions = None if reads.whole else reads.positions[0, :num_keys]
-    return k[:num_keys], v[:num_keys], window, positions
+    return k[:num_keys], v[:num_keys], positions
 
 
 def positions_of(k: Tensor, positions: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdlab.attention import AttentionInputs, Window, narrower, visible, visible_blocks
@@ -60,6 +60,7 @@ def test_a_layer_with_a_window_of_its_own_shows_what_both_windows_show(window, m
 
 
 @settings(max_examples=200)
+@example(15, 1, 4, Window(1, sinks=5, reach=10))  # reach ends in the last sink's block, behind it
 @given(st.integers(1, 150), st.integers(1, 40), BLOCK_SIZES, windows())
 def test_the_blocks_read_are_those_that_hold_a_visible_key(
     context_len, num_queries, block_size, window
