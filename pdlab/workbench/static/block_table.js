@@ -49,7 +49,7 @@ class BlockTable {
     this.body.append(this.lines);
     this.foot = h("div.pd-foot");
     this.root = h("div.pdlab.pd-blocks", { role: "group", "aria-label": "Block tables", ...this.transport.takesKeys }, [
-      h("div.pd-head", {}, [this.pill, this.title]), this.note, this.transport.node, this.body, this.foot,
+      h("div.pd-head", {}, [this.pill, this.title]), this.note, this.transport.node, this.body, this.legend, this.foot,
     ]);
     this.body.addEventListener("pointerover", (e) => this.point(e.target.closest(".pd-bt-cell")));
     this.body.addEventListener("pointerleave", () => this.point(null));
@@ -58,11 +58,11 @@ class BlockTable {
   }
 
   tableSection() {
-    const [node, body] = section("Block tables", "logical blocks in order; the number is the physical block");
+    const [node, body] = section("Block tables", "logical blocks; number: physical block");
     this.tables = h("div.pd-bt-tables");
     this.inspect = h("div.pd-bt-inspect", { role: "status" });
     this.legend = h("div.pd-legend");
-    body.append(this.tables, this.inspect, this.legend);
+    body.append(this.tables, this.inspect);
     return node;
   }
 
@@ -178,7 +178,7 @@ class BlockTable {
     });
     const swatch = h("i", { style: `background:var(--pd-seq-${this.colorIndex(table.id)})` });
     return h("div.pd-bt-row", {}, [
-      h("div.pd-bt-name", {}, [swatch, table.id, h("small", {}, [` ${table.computed} tokens`]), h("div", {}, [state])]),
+      h("div.pd-bt-name", {}, [h("span", {}, [swatch, table.id]), h("small", {}, [` ${table.computed} tokens`]), h("div", {}, [state])]),
       h("div.pd-bt-cells", {}, cells),
     ]);
   }

@@ -2,8 +2,8 @@
 
 const PARTS = [
   ["used", "KV used", "mem-used"],
-  ["wasted", "KV wasted: taken, empty", "mem-wasted"],
-  ["cached", "KV cached: free, keeps a prefix", null],
+  ["wasted", "KV wasted: still empty", "mem-wasted"],
+  ["cached", "KV cached: prefix kept", null],
   ["free", "KV free", "free"],
 ];
 const BOX = { left: 62, right: 12, top: 20, height: 204, host: 56, gap: 28, bottom: 26 };
@@ -40,7 +40,7 @@ class Ledger {
     this.title = h("div.pd-title", { "aria-live": "polite" });
     this.note = h("div.pd-note");
     this.chart = h("div.pd-lg-chart");
-    const [side, sideBody] = section("This step, byte by byte", "hover for the exact number");
+    const [side, sideBody] = section("This step, byte by byte", "hover: exact");
     side.classList.add("pd-lg-side");
     this.table = h("div.pd-lg-table");
     sideBody.append(this.table);
@@ -100,16 +100,16 @@ class Ledger {
     return Math.floor(share * this.frames.length);
   }
 
+  /** The areas have the colours of the table beside them. */
   drawChart() {
     const a = this.axes();
     const limit = `<line class="pd-lg-limit" x1="${BOX.left}" x2="${a.width - BOX.right}" y1="${a.y(this.header.pool)}" y2="${a.y(this.header.pool)}"/>`;
     const label = `<text class="pd-strong" x="${a.width - BOX.right}" y="${a.y(this.header.pool) - 6}" text-anchor="end">KV pool ${quantity(this.header.pool, "B")}</text>`;
     const about = `KV pool over ${this.frames.length} steps; ${this.frames[this.index].title}`;
     this.chart.innerHTML = `<svg viewBox="0 0 ${a.width} ${a.bottom + BOX.bottom}" role="img" aria-label="${about}">${pattern(this.hatch)}${ticks(a)}${this.areas(a)}${limit}${label}${this.unshared(a)}${this.hostArea(a)}${this.cursor(a)}</svg>`;
-    const shown = PARTS.map(([key, name, color]) => h("span", {}, [swatch(color), name.split(":")[0]]));
-    if (this.frames.some((f) => f.shared)) shown.push(h("span", {}, [h("i", { style: "width:16px;border-top:2px dashed var(--pd-text)" }), "without sharing"]));
-    if (this.header.host) shown.push(h("span", {}, [swatch("mem-swapped"), "swapped, in host memory"]));
-    this.chart.append(h("div.pd-legend", {}, shown));
+    if (!this.frames.some((f) => f.shared)) return;
+    const dashes = h("i", { style: "width:18px;border-top:2px dashed var(--pd-text)" });
+    this.chart.append(h("div.pd-legend", {}, [h("span", {}, [dashes, "what sequences would hold without sharing"])]));
   }
 
   areas(a) {
@@ -158,9 +158,9 @@ class Ledger {
         [swatch("free"), "free", frame.host_free, frame.host_free / host]);
     }
     rows.push(["head", "Beside the pools", null, null], [swatch("mem-weights"), `weights, ${dtype}`, weights, null]);
-    if (open) rows.push([swatch("mem-open"), "open blocks, not yet quantized", open, null]);
-    rows.push([swatch("mem-activations"), "activations, peak of the step", frame.activations, null]);
-    rows.push([h("span"), "not held, because shared", frame.shared, null]);
+    if (open) rows.push([swatch("mem-open"), "open blocks, unquantized", open, null]);
+    rows.push([swatch("mem-activations"), "activations, peak", frame.activations, null]);
+    rows.push([h("span"), "saved by sharing", frame.shared, null]);
     clear(this.table, ...rows.flatMap((row) => this.row(...row)));
   }
 
