@@ -101,7 +101,7 @@ class ModelRunner:
             observers.append(probing := self.probe.observe(batch, step))
         if self.weighs:
             observers.append(scale := Scale(batch, self.memory.cache.block_size))
-        hidden = self._forward(inputs, clock, observers)
+        hidden = self.forward(inputs, clock, observers)
         output = StepOutput({})
         if self.probe:
             output.captures = probing.captures
@@ -125,7 +125,7 @@ class ModelRunner:
             output.sampled[sequence.sequence_id] = [sampled]
         clock.lap("sample")
 
-    def _forward(
+    def forward(
         self, inputs: BatchInputs, clock: StageClock, observers: list[LayerObserver]
     ) -> Tensor:
         """Hidden states of every token of the batch, [num_tokens, hidden_size]."""
