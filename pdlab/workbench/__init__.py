@@ -24,6 +24,8 @@ from pdlab.workbench.experiments import (
     warm_up,
 )
 from pdlab.workbench.frames import stepper_frames
+from pdlab.workbench.kv_costs import KVCost, greedy_agreement, kv_costs, topic_tokens
+from pdlab.workbench.kv_study import Study, format_configs, recorded_study, window_configs
 from pdlab.workbench.lesson import Predictions, glossary, progress
 from pdlab.workbench.memory_ledger import MemoryLedger
 from pdlab.workbench.notebooks import execute_notebook
@@ -35,10 +37,12 @@ from pdlab.workbench.tokens import token_table
 __all__ = [
     "AttentionView",
     "BlockTableView",
+    "KVCost",
     "MemoryLedger",
     "Predictions",
     "RooflineView",
     "Stepper",
+    "Study",
     "check",
     "compare_with_naive",
     "cost_of",
@@ -47,16 +51,22 @@ __all__ = [
     "decode_sweep",
     "execute_notebook",
     "figures",
+    "format_configs",
     "glossary",
+    "greedy_agreement",
     "kv_after_prefill",
+    "kv_costs",
     "legend",
     "median_ttft_s",
     "prefill_sweep",
     "progress",
     "random_prompt",
+    "recorded_study",
     "show",
     "static_png",
     "stepper_frames",
     "token_table",
+    "topic_tokens",
     "warm_up",
+    "window_configs",
 ]

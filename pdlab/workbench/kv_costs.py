@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -70,7 +69,9 @@ def topic_tokens(model: Model, num_tokens: int) -> list[int]:
         token_ids += model.tokenizer.encode(topics[name])
         if len(token_ids) >= num_tokens:
             return token_ids[:num_tokens]
-    raise ValueError(f"num_tokens={num_tokens} is more than the {len(token_ids)} tokens of the text")
+    raise ValueError(
+        f"num_tokens={num_tokens} is more than the {len(token_ids)} tokens of the text"
+    )
 
 
 def kv_costs(

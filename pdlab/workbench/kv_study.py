@@ -1,7 +1,7 @@
 """Long measurements of KV costs, kept in `data/measured/` for lessons to show as recorded.
 
-    python -m pdlab.workbench.kv_study formats     (about 20 minutes on two idle cores)
-    python -m pdlab.workbench.kv_study windows     (about 10 minutes)
+python -m pdlab.workbench.kv_study kv_formats   (about 20 minutes on two idle cores)
+python -m pdlab.workbench.kv_study windows     (about 10 minutes)
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class Study:
 
 
 def recorded_study(name: str) -> Study:
-    """A study that comes with pdlab: `formats` or `windows`.
+    """A study that comes with pdlab: `kv_formats` or `windows`.
 
     Raises:
         ValueError: there is none of this name.
     """
-    path = shipped("data") / "measured" / f"kv_{name}.json"
+    path = shipped("data") / "measured" / f"{name}.json"
     if not path.is_file():
-        known = sorted(p.stem.removeprefix("kv_") for p in path.parent.glob("kv_*.json"))
+        known = sorted(p.stem for p in path.parent.glob("*.json"))
         raise ValueError(f"name={name!r} is not one of {', '.join(known)}")
     return Study.load(path)
 
@@ -128,16 +128,16 @@ def _compact(data: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("study", choices=("formats", "windows"))
+    parser.add_argument("study", choices=("kv_formats", "windows"))
     parser.add_argument("--tokens", type=int, help="tokens of text (default 20,480, or 4,096)")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--out", type=Path, help="default: data/measured/kv_STUDY.json")
+    parser.add_argument("--out", type=Path, help="default: data/measured/STUDY.json")
     args = parser.parse_args()
-    of_formats = args.study == "formats"
+    of_formats = args.study == "kv_formats"
     tokens = args.tokens or (20 * 1024 if of_formats else 4096)
     segment_len = 1024 if of_formats else tokens
     reference = "fp32" if of_formats else "full"
-    out = args.out or shipped("data") / "measured" / f"kv_{args.study}.json"
+    out = args.out or shipped("data") / "measured" / f"{args.study}.json"
     model = pdlab.load(args.model, dtype="fp32")
     machine = describe_machine()
 

@@ -2,6 +2,13 @@
 
 from pdlab.workbench.figures.attention import attention_heatmap
 from pdlab.workbench.figures.cache import naive_against_cached
+from pdlab.workbench.figures.kv_costs import (
+    error_heatmap,
+    kv_costs,
+    perplexity_by_position,
+    window_costs,
+)
+from pdlab.workbench.figures.kv_values import kv_magnitudes
 from pdlab.workbench.figures.latency import (
     tpot_by_batch,
     tpot_by_context,
@@ -16,10 +23,14 @@ from pdlab.workbench.figures.steps import stage_breakdown, step_timeline
 __all__ = [
     "attention_heatmap",
     "block_grid",
+    "error_heatmap",
     "fragmentation",
     "hit_rate_by_blocks",
+    "kv_costs",
+    "kv_magnitudes",
     "kv_occupancy",
     "naive_against_cached",
+    "perplexity_by_position",
     "roofline",
     "stage_breakdown",
     "step_timeline",
@@ -27,4 +38,5 @@ __all__ = [
     "tpot_by_context",
     "ttft_by_prompt",
     "ttft_points",
+    "window_costs",
 ]

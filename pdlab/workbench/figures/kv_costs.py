@@ -1,0 +1,282 @@
+"""What a lossy KV cache costs: bytes against perplexity, and errors by layer and head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import plotly.graph_objects as go
+
+from pdlab.machine import describe_machine
+from pdlab.workbench.figures.style import INK, mega, styled
+from pdlab.workbench.palette import HEAT, MEANING
+
+if TYPE_CHECKING:
+    from pdlab.workbench.kv_costs import KVCost
+
+CHAR, LINE = 8.2, 20
+"""Pixels of a label's character, and of its height."""
+OFFSETS = [(0, -22), (0, 22), (60, -34), (-60, -34), (60, 34), (-60, 34)] + [
+    (side, up * 26) for up in (-2, 2, -3, 3, -4, 4, -5, 5, -6, 6) for side in (0, 80, -80)
+]
+"""Where a label may stand beside its point, in pixels, the best first."""
+PLOT = 660, 330
+"""Pixels of the plot inside its axes."""
+WHICH = {
+    "k": ("K", "of K as the cache returns it"),
+    "v": ("V", "of V as the cache returns it"),
+    "attended": ("attention output", "of attention over the cache"),
+}
+
+
+def kv_costs(
+    costs: Sequence[KVCost], reference: str = "fp32", source: str | None = None
+) -> go.Figure:
+    """Bytes of KV per token against the change of perplexity, one labelled point a configuration.
+
+    Args:
+        reference: label of the configuration that the changes are against.
+        source: subtitle; None says that it was measured here and now.
+
+    Raises:
+        ValueError: there is no such reference among the costs.
+    """
+    right = _find(costs, reference)
+    x = [cost.bytes_per_token / 1e3 for cost in costs]
+    y = [change_percent(cost, right) for cost in costs]
+    wide, high = max(x) * 1.12, max(max(y), 0.5) - min(min(y), 0)
+    x_range, y_range = [0, wide], [min(min(y), 0) - 0.15 * high, max(max(y), 0.5) + 0.15 * high]
+    figure = go.Figure(
+        go.Scatter(
+            x=x,
+            y=y,
+            mode="markers",
+            showlegend=False,
+            marker={"size": 11, "color": [_color(cost, right) for cost in costs]},
+            customdata=[[c.label, c.perplexity, c.kl, c.agreement] for c in costs],
+            hovertemplate="%{customdata[0]}: %{x:.1f} kB a token, %{y:+.2f}% perplexity"
+            "<br>perplexity %{customdata[1]:.3f}, KL %{customdata[2]:.2g} nats, same first choice "
+            "%{customdata[3]:.1%}<extra></extra>",
+        )
+    )
+    figure.add_hline(y=0, line={"color": INK.muted, "width": 1})
+    points = [
+        (a / wide * PLOT[0], (y_range[1] - b) / (y_range[1] - y_range[0]) * PLOT[1])
+        for a, b in zip(x, y, strict=True)
+    ]
+    places = _places([cost.label for cost in costs], points)
+    for cost, a, b, (ax, ay) in zip(costs, x, y, places, strict=True):
+        far = abs(ax) + abs(ay) > 30
+        figure.add_annotation(
+            x=a,
+            y=b,
+            ax=ax,
+            ay=ay,
+            text=cost.label,
+            showarrow=True,
+            arrowhead=0,
+            arrowwidth=1,
+            arrowcolor=INK.grid if far else "rgba(0,0,0,0)",
+            font={"size": 14},
+            standoff=7,
+        )
+    figure.update_xaxes(title_text="KV bytes per token, kB (scales included)", range=x_range)
+    figure.update_yaxes(title_text=f"perplexity against {reference}", range=y_range)
+    figure.update_yaxes(ticksuffix="%")
+    return styled(figure, _title(costs, right), source or measured_here(costs), height=500)
+
+
+def error_heatmap(
+    cost: KVCost, which: Literal["k", "v", "attended"] = "k", source: str | None = None
+) -> go.Figure:
+    """Relative L2 error of K, V or the attention output, by layer and head; the worst is named.
+
+    Raises:
+        ValueError: `which` is none of these.
+    """
+    if which not in WHICH:
+        raise ValueError(f"which={which!r} must be one of {', '.join(WHICH)}")
+    errors = getattr(cost, f"{which}_error")
+    layer, head = np.unravel_index(int(errors.argmax()), errors.shape)
+    num_layers, num_heads = errors.shape
+    figure = go.Figure(
+        go.Heatmap(
+            z=errors.T * 100,
+            xgap=1,
+            ygap=1,
+            colorscale=[[i / (len(HEAT["light"]) - 1), c] for i, c in enumerate(HEAT["light"])],
+            zmin=0,
+            zmax=max(float(errors.max()) * 100, 1e-9),
+            hovertemplate="layer %{x}, head %{y}: %{z:.3g}%<extra></extra>",
+            colorbar={"ticksuffix": "%", "thickness": 16, "tickfont": {"size": 14}},
+        )
+    )
+    kind = "query head" if which == "attended" else "KV head"
+    figure.update_xaxes(title_text="layer", dtick=1 if num_layers <= 12 else 5)
+    figure.update_yaxes(title_text=kind, dtick=1, autorange="reversed")
+    name, what = WHICH[which]
+    title = f"{cost.label}: {name} is {percent(_mean(errors))} off on average"
+    if errors.max() > 0:
+        title += f", worst in layer {layer}, head {head}: {percent(errors.max())}"
+        frame = {"x0": layer - 0.5, "x1": layer + 0.5, "y0": head - 0.5, "y1": head + 0.5}
+        figure.add_shape(**frame, line={"color": MEANING["decode"], "width": 3})
+    source = source or measured_here([cost])
+    styled(figure, title, f"relative L2 error {what}; {source}", height=170 + 30 * num_heads + 90)
+    return figure.update_xaxes(showgrid=False).update_yaxes(showgrid=False)
+
+
+def window_costs(
+    costs: Sequence[KVCost], reference: str = "full", source: str | None = None
+) -> go.Figure:
+    """Perplexity against the window, without sinks and with them, beside full attention.
+
+    Raises:
+        ValueError: there is no such reference among the costs.
+    """
+    right = _find(costs, reference)
+    figure = go.Figure()
+    sinks = sorted({c.config.sink_tokens for c in costs if c.config.window})
+    colors = (MEANING["preempted"], MEANING["cached"], MEANING["transfer"])
+    for i, count in enumerate(sinks):
+        of_it = [c for c in costs if c.config.window and c.config.sink_tokens == count]
+        of_it.sort(key=lambda c: c.config.window or 0)
+        figure.add_scatter(
+            x=[c.config.window for c in of_it],
+            y=[c.perplexity for c in of_it],
+            customdata=[c.peak_blocks for c in of_it],
+            mode="lines+markers",
+            name=f"window and {count} sinks" if count else "window alone",
+            line={"color": colors[i % len(colors)], "width": 2.5},
+            marker={"size": 10},
+            hovertemplate="window %{x}: perplexity %{y:.3g}, at most %{customdata} blocks"
+            "<extra></extra>",
+        )
+    figure.add_hline(
+        y=right.perplexity,
+        line={"color": INK.text, "width": 1.5, "dash": "dash"},
+        annotation={"text": f"full attention: {right.perplexity:.3g}", "font": {"size": 14}},
+        annotation_position="top right",
+    )
+    figure.update_xaxes(title_text="window, tokens", type="log", tickvals=_windows(costs))
+    figure.update_yaxes(title_text="perplexity (log scale)", type="log", dtick="D2")
+    return styled(figure, _window_title(costs), source or measured_here(costs))
+
+
+def perplexity_by_position(
+    costs: Sequence[KVCost], chunk_size: int = 256, source: str | None = None
+) -> go.Figure:
+    """Perplexity of each chunk of a long text: where in the text a window begins to hurt.
+
+    Args:
+        chunk_size: tokens of a chunk in the measurement.
+    """
+    figure = go.Figure()
+    colors = (INK.text, *(MEANING[m] for m in ("preempted", "cached", "prefill", "decode")))
+    for i, cost in enumerate(costs):
+        figure.add_scatter(
+            x=[chunk_size * (j + 0.5) for j in range(len(cost.chunk_nll))],
+            y=np.exp(cost.chunk_nll).tolist(),
+            mode="lines+markers",
+            name=cost.label,
+            line={"color": colors[i % len(colors)], "width": 2.5},
+            hovertemplate="around token %{x}: perplexity %{y:.3g}<extra></extra>",
+        )
+    figure.update_xaxes(title_text="position in the text, tokens")
+    figure.update_yaxes(title_text="perplexity (log scale)", type="log", dtick="D2")
+    title = f"Perplexity along the text, {chunk_size} tokens at a time"
+    return styled(figure, title, source or measured_here(costs))
+
+
+def change_percent(cost: KVCost, reference: KVCost) -> float:
+    """How much larger a perplexity is than the reference's, in percent."""
+    return (cost.perplexity / reference.perplexity - 1) * 100
+
+
+def measured_here(costs: Sequence[KVCost]) -> str:
+    """The subtitle of a figure of something measured in this very session."""
+    machine = describe_machine()
+    return f"measured on {costs[0].num_tokens:,} tokens of text, {machine['processor']}"
+
+
+def percent(part: float) -> str:
+    """0.01234 -> `1.23%`."""
+    return f"{part * 100:.3g}%"
+
+
+def _find(costs: Sequence[KVCost], label: str) -> KVCost:
+    for cost in costs:
+        if cost.label == label:
+            return cost
+    raise ValueError(f"reference={label!r} is not one of {[cost.label for cost in costs]}")
+
+
+def _color(cost: KVCost, reference: KVCost) -> str:
+    """Quantized formats have the colour of quantized; what is as large as a float has none."""
+    floats = {"fp32", "fp16", "bf16", "auto"}
+    plain = set(cost.config.kv_format.split("/")) <= floats
+    return MEANING["waiting"] if plain or cost is reference else MEANING["quantized"]
+
+
+def _title(costs: Sequence[KVCost], right: KVCost) -> str:
+    """The best bargain: the fewest bytes that stay within 1%, else within 5%."""
+    for limit in (1, 5):
+        near = [c for c in costs if c is not right and abs(change_percent(c, right)) <= limit]
+        best = min(near, key=lambda c: c.bytes_per_token, default=None)
+        if best and best.bytes_per_token < right.bytes_per_token:
+            saved = 1 - best.bytes_per_token / right.bytes_per_token
+            return (
+                f"{best.label} takes {saved:.0%} fewer bytes than {right.label} "
+                f"({mega(best.bytes_per_token, 'B')} a token) and stays within {limit}% of its "
+                "perplexity"
+            )
+    return "What each KV format saves, and what it costs"
+
+
+def _window_title(costs: Sequence[KVCost]) -> str:
+    windowed = [c for c in costs if c.config.window]
+    sizes = {
+        s: {c.config.sink_tokens: c for c in windowed if c.config.window == s}
+        for s in {c.config.window for c in windowed}
+    }
+    both = {size: found for size, found in sizes.items() if size and len(found) > 1 and 0 in found}
+    if not both:
+        return "What a window costs a model that was trained without one"
+    size = max(s for s in both if s)
+    alone, kept = both[size][0], both[size][max(both[size])]
+    return (
+        f"A window of {size} tokens: perplexity {alone.perplexity:.3g} alone, "
+        f"{kept.perplexity:.3g} with {kept.config.sink_tokens} sinks"
+    )
+
+
+def _windows(costs: Sequence[KVCost]) -> list[int]:
+    return sorted({c.config.window for c in costs if c.config.window})
+
+
+def _mean(errors: np.ndarray) -> float:
+    return float(errors.mean())
+
+
+def _places(labels: list[str], points: list[tuple[float, float]]) -> list[tuple[int, int]]:
+    """An offset for each label such that it covers no other label and no point."""
+    boxes = [(x - 7, y - 7, x + 7, y + 7) for x, y in points]
+    places = []
+    for label, (x, y) in zip(labels, points, strict=True):
+        half = CHAR * len(label) / 2
+        tried = [
+            (dx, dy, (x + dx - half, y + dy - LINE / 2, x + dx + half, y + dy + LINE / 2))
+            for dx, dy in OFFSETS
+        ]
+        inside = [t for t in tried if t[2][0] >= 0 and t[2][2] <= PLOT[0] + 20] or tried
+        dx, dy, box = min(inside, key=lambda t: sum(_overlap(t[2], other) for other in boxes))
+        boxes.append(box)
+        places.append((dx, dy))
+    return places
+
+
+def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
+    """Area that two boxes (left, top, right, bottom) share."""
+    width = min(a[2], b[2]) - max(a[0], b[0])
+    height = min(a[3], b[3]) - max(a[1], b[1])
+    return max(0.0, width) * max(0.0, height)
