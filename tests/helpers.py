@@ -11,7 +11,7 @@ from torch import Tensor
 
 import pdlab
 from pdlab import Engine, EngineConfig, Model, ModelConfig, NaiveGenerator, SamplingParams
-from pdlab.attention import ExactAttention
+from pdlab.attention import ExactAttention, narrower
 from pdlab.engine import Prompt
 from pdlab.engine.runner import EXACT_ROW_TILE
 from pdlab.models.decoder import Decoder
@@ -65,7 +65,7 @@ def load_prompts() -> dict[str, Prompt]:
 
 @dataclass
 class Seen:
-    """What an engine computed for one request."""
+    """What an engine computed for one sequence."""
 
     logits: list[Tensor] = field(default_factory=list)
     """The row that each token was sampled from."""
@@ -74,19 +74,20 @@ class Seen:
 
 
 def watch(engine: Engine, *, kv: bool = True) -> dict[str, Seen]:
-    """Keep the logits, and the KV bytes, of every request from now on, by request id."""
+    """Keep the logits, and the KV bytes, of every sequence from now on, by its id."""
     seen: dict[str, Seen] = {}
     run = engine.runner.run
 
     def watched(batch, clock, step):
         output = run(batch, clock, step)
         rows = iter(() if output.logits is None else output.logits)
-        for part, sampled in zip(batch.scheduled, output.sampled, strict=True):
-            mine = seen.setdefault(part.sequence.request_id, Seen())
-            if sampled:
-                mine.logits.append(next(rows).clone())
+        for part in batch.scheduled:
+            mine = seen.setdefault(part.sequence.sequence_id, Seen())
+            if part.samples:
+                row = next(rows).clone()
+                for drawer in part.drawers:
+                    seen.setdefault(drawer.sequence_id, Seen()).logits.append(row)
             if kv:
-                assert engine.kv_cache is not None
                 mine.kv.append(engine.kv_cache.read(part.sequence.block_table, part.end))
         return output
 
@@ -118,7 +119,7 @@ def plain_kv(model: Model, token_ids: list[int]) -> Tensor:
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         layers.append(torch.stack((k, v)))
-        return ExactAttention().dense(q, k, v, model.config.window(layer))
+        return ExactAttention().dense(q, k, v, narrower(None, model.config.window(layer)))
 
     positions = torch.arange(len(token_ids))
     model.decoder(torch.tensor(token_ids), positions, attend, row_tile=EXACT_ROW_TILE)

@@ -35,7 +35,7 @@ from pdlab.engine.sampler import Sampler, mix
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
 from pdlab.engine.sequence import Sequence
 from pdlab.engine.timing import StageClock
-from pdlab.kvcache import BlockPool, KVMemory, PagedKVCache, PrefixCacheStats
+from pdlab.kvcache import KVMemory, PagedKVCache, PrefixCacheStats
 from pdlab.models import Model
 from pdlab.trace import BlockMove, StepRecord, Trace, sample_ids
 
@@ -72,6 +72,7 @@ class Engine:
         self.model = model
         self.config = config
         self.memory: KVMemory | None = memory
+        self.pool = memory.manager.pool
         self.scheduler = Scheduler(
             memory.manager,
             max_num_seqs=config.max_num_seqs,
@@ -421,11 +422,6 @@ class Engine:
         return AllocationMeter() if self._measures_activations else nullcontext()
 
     @property
-    def pool(self) -> BlockPool:
-        """The blocks of the KV memory."""
-        return self._require_open().manager.pool
-
-    @property
     def kv_cache(self) -> PagedKVCache:
         """The tensors of the KV memory."""
         return self._require_open().cache
@@ -438,7 +434,8 @@ class Engine:
     def clear_prefix_cache(self) -> None:
         """Forget all cached prefixes; what running sequences hold stays."""
         with self._lock:
-            self._require_open().manager.pool.forget_all()
+            self._require_open()
+            self.pool.forget_all()
 
     def read_kv(self, sequence_id: str) -> Tensor:
         """A copy of the K and V of a sequence, also of one that is swapped out.
@@ -477,7 +474,7 @@ class Engine:
             self.abort(request_id)
         self.memory.leave(self.config.max_num_seqs)
         self.memory = None
-        del self.runner, self.scheduler
+        del self.runner
 
     def __enter__(self) -> Engine:
         return self

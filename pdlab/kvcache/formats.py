@@ -168,10 +168,10 @@ def parse_kv_format(text: str, head_dim: int | None = None) -> tuple[KVFormat, K
     """The formats of K and of V that a `kv_format` names.
 
     Raises:
-        ValueError: as KVFormat.parse, and for more than one slash.
+        ValueError: as KVFormat.parse, for more than one slash, and for what is no text.
     """
-    formats = text.split("/")
-    if len(formats) > 2:
+    formats = text.split("/") if isinstance(text, str) else []
+    if len(formats) not in (1, 2):
         raise ValueError(f"kv_format={text!r} is not {GRAMMAR}")
     return KVFormat.parse(formats[0], head_dim), KVFormat.parse(formats[-1], head_dim)
 

@@ -31,7 +31,7 @@ def captures(engine: Engine, request_id: str, layer: int, name: str) -> list[Cap
     return [
         c
         for c in engine.trace.captures
-        if (c.request_id, c.layer, c.name) == (request_id, layer, name)
+        if (c.sequence_id, c.layer, c.name) == (request_id, layer, name)
     ]
 
 
@@ -53,7 +53,9 @@ def test_captured_k_and_v_are_what_stands_in_the_cache(shape, backend):
             for layer in range(TINY.num_layers):
                 for which, name in enumerate(("k", "v")):
                     captured = torch.from_numpy(joined(engine, request_id, layer, name))
-                    assert torch.equal(captured, kv[which, layer])
+                    there = ~kv[which, layer, :, 0, 0].isnan()  # behind a window, blocks are gone
+                    assert there[-1]
+                    assert torch.equal(captured[there], kv[which, layer, there])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

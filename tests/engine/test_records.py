@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from pdlab import Engine, EngineConfig, SamplingParams, Trace
 from pdlab.costmodel import Chunk, step_cost
+from pdlab.trace import DROPPED
 from tests.helpers import SHAPES, random_model, random_prompt
 
 SLACK_S = 1e-3
@@ -18,7 +21,12 @@ STAGES = ENGINE_STAGES | MODEL_STAGES
 def run(request) -> tuple[Engine, list]:
     """A crowded run: chunks, decodes beside them, waiting, preemption, an abort."""
     config = EngineConfig(
-        block_size=4, num_blocks=12, chunk_size=6, max_num_seqs=3, kv_format=request.param
+        block_size=4,
+        num_blocks=12,
+        chunk_size=6,
+        max_num_seqs=3,
+        kv_format=request.param,
+        enable_prefix_cache=False,
     )
     with Engine(random_model(SHAPES["windowed"]), config) as engine:
         engine.abort(engine.submit(random_prompt(5), SamplingParams(max_tokens=4)))
@@ -54,33 +62,33 @@ def test_kv_bytes_are_slots_times_the_bytes_of_a_token(run):
     token_bytes = engine.model.config.kv_bytes_per_token({"fp32": 4, "bf16": 2}[config.kv_format])
     assert engine.trace.engine["kv_bytes_per_token"] == token_bytes
     for record in engine.trace.steps:
-        used = sum(resident.num_computed_tokens for resident in record.residents)
-        slots = config.block_size * sum(len(r.block_table) for r in record.residents)
+        held = [
+            (min(config.block_size, r.num_computed_tokens - i * config.block_size))
+            for r in record.residents
+            for i, block in enumerate(r.block_table)
+            if block != DROPPED
+        ]
+        used, slots = sum(held), config.block_size * len(held)
         assert record.kv_used_bytes == used * token_bytes
         assert record.kv_wasted_bytes == (slots - used) * token_bytes
         assert 0 <= slots - used < config.block_size * len(record.residents)
+        assert record.kv_shared_bytes == record.kv_swapped_bytes == 0
 
 
 def test_blocks_add_up_from_step_to_step(run):
-    """Taken and freed blocks alone tell who holds which block at any time."""
+    """Taken and freed blocks alone tell which blocks are free at any time."""
     engine, _ = run
-    free = set(range(engine.config.num_blocks))
+    free = Counter(range(engine.config.num_blocks))
     for record in engine.trace.steps:
         taken = [block for part in record.sequences for block in part.blocks_taken]
-        freed = set(record.blocks_freed)
         assert len(taken) == len(set(taken))
         held = {block for resident in record.residents for block in resident.block_table}
         assert set(taken) <= held
-        free = (free - set(taken)) | freed - (set(taken) & held_at_the_end(record))
-        assert record.num_free_blocks == len(free)
-    assert len(free) == engine.config.num_blocks
-
-
-def held_at_the_end(record) -> set[int]:
-    """Blocks of those that did not finish in this step."""
-    finished = {part.request_id for part in record.sequences if part.finish_reason}
-    tables = [r.block_table for r in record.residents if r.request_id not in finished]
-    return {block for table in tables for block in table}
+        free.update(record.blocks_freed)
+        free.subtract(taken)
+        assert set(free.values()) <= {0, 1}
+        assert record.num_free_blocks == free.total()
+    assert free.total() == engine.config.num_blocks
 
 
 def test_sequences_tell_each_request_s_story(run):

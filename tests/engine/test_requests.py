@@ -118,6 +118,8 @@ def test_prompts_that_a_tokenizer_cannot_read_fail_alone(prompt, smollm2):
         ("seed", -1),
         ("seed", "42"),
         ("ignore_eos", "no"),
+        ("n", 0),
+        ("prefix_cache", None),
     ],
 )
 def test_a_bad_sampling_parameter_is_named_with_its_value(name, value):
@@ -136,7 +138,14 @@ def test_a_bad_sampling_parameter_is_named_with_its_value(name, value):
         ("max_model_len", 0),
         ("top_k_recorded", -1),
         ("seed", True),
-        ("kv_format", "int3"),
+        ("watermark", 1.5),
+        ("num_swap_blocks", -1),
+        ("preemption", "kill"),
+        ("window", 0),
+        ("sink_tokens", -1),
+        ("heavy_tokens", 0.5),
+        ("kv_head_groups", 0),
+        ("enable_prefix_cache", 1),
         ("attention_backend", "magic"),
         ("exact", "no"),
         ("record_trace", 1),
@@ -158,12 +167,42 @@ def test_a_bad_knob_is_named_with_its_value(name, value):
             {"exact": True, "attention_backend": "torch"},
             "exact=True needs attention_backend='exact', not 'torch'",
         ),
-        ({"exact": True, "kv_format": "bf16"}, "exact=True needs kv_format='fp32', not 'bf16'"),
+        (
+            {"exact": True, "kv_format": "int8:channel"},
+            "exact=True needs a kv_format with token scales, not 'int8:channel'",
+        ),
+        ({"preemption": "swap"}, "preemption='swap' needs num_swap_blocks of at least 1, not 0"),
+        ({"sink_tokens": 4}, "sink_tokens=4 needs a window"),
+        ({"heavy_tokens": 4}, "heavy_tokens=4 needs a window"),
+        ({"heavy_tokens": 4, "window": 8}, "heavy_tokens=4 needs enable_prefix_cache=False"),
+        (
+            {"heavy_tokens": 4, "window": 8, "enable_prefix_cache": False, "exact": True},
+            "heavy_tokens=4 cannot be exact",
+        ),
     ],
 )
 def test_knobs_that_do_not_go_together_are_refused(settings, complaint):
     with pytest.raises(ValueError, match=complaint):
         EngineConfig(**settings)
+
+
+@pytest.mark.parametrize("kv_format", ["int3", "int8:token:7/fp32", "fp32:token", "int8//", 8])
+def test_a_bad_kv_format_is_named_with_what_is_allowed(kv_format):
+    with pytest.raises(ValueError, match="kv_format="), engine(kv_format=kv_format):
+        pass
+
+
+def test_more_samples_than_seats_are_refused():
+    with (
+        engine(max_num_seqs=2) as one,
+        pytest.raises(ValueError, match="n=3 samples, max_num_seqs is 2"),
+    ):
+        one.submit([1, 2], SamplingParams(n=3))
+
+
+def test_heads_that_cannot_be_grouped_are_refused():
+    with pytest.raises(ValueError, match="kv_head_groups=5 does not divide"):
+        engine(kv_head_groups=5)
 
 
 def test_unknown_parameters_are_refused_never_dropped():
@@ -208,7 +247,7 @@ def test_decodes_go_on_beside_a_long_prompt():
         for _ in range(4):
             record = chunked.step()
             assert record.phase == "mixed"
-            assert [part.request_id for part in record.sequences] == [first, second]
+            assert [part.sequence_id for part in record.sequences] == [first, second]
             assert record.sequences[0].sampled is not None
 
 
@@ -229,7 +268,7 @@ def submitted(served: Engine, num_steps: int) -> str:
 def test_abort_frees_everything_at_any_moment_and_twice_is_once(num_steps, state):
     with engine(chunk_size=3, block_size=4, num_blocks=20) as served:
         request_id = submitted(served, num_steps)
-        assert served.requests[request_id].sequence.state.name == state
+        assert served.requests[request_id].samples[0].sequence.state.name == state
         for _ in range(2):
             served.abort(request_id)
         served.abort("never heard of")

@@ -15,7 +15,7 @@ SEEDED = SamplingParams(temperature=1.0, seed=42, max_tokens=10)
 
 
 def sequence(params: SamplingParams, seed: int = 0, num_output: int = 0) -> Sequence:
-    made = Sequence("r", [1], params, seed)
+    made = Sequence("r", "r", [1], params, seed)
     made.token_ids += [0] * num_output
     return made
 
