@@ -45,6 +45,7 @@ def prefill_sweep(
         num_blocks=blocks_for(longest, BLOCK_SIZE),
         max_num_batched_tokens=max(longest, 32),
         chunk_size=chunk_size,
+        enable_prefix_cache=False,
     )
     warm_up(model)
     params = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -73,6 +74,7 @@ def decode_sweep(
         num_blocks=max(b * blocks_for(n + num_steps, BLOCK_SIZE) for b, n in shapes),
         max_num_seqs=max(batch_sizes),
         max_num_batched_tokens=max(b * n for b, n in shapes) + max(batch_sizes),
+        enable_prefix_cache=False,
     )
     warm_up(model)
     params = SamplingParams(max_tokens=num_steps + 1, ignore_eos=True)
