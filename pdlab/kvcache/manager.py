@@ -136,7 +136,9 @@ class KVManager:
         """Find the longest cached prefix.
 
         At least one token is left to compute: its logits are needed, and logits are not cached. So
-        if all blocks are found, the last token is computed again.
+        if all blocks are found, the last token is computed again. What another sequence computes in
+        the same step cannot be found yet: twins that start together both compute, each in blocks of
+        its own, and later ones find those of the first.
         """
         size, tokens = self.pool.block_size, holder.token_ids
         prefixes: list[Prefix] = []
@@ -150,7 +152,8 @@ class KVManager:
             prefixes.append(found[0])
             blocks.append(found[1])
         num_tokens = min(len(blocks) * size, len(tokens) - 1)
-        table = [b if self._stays(i, num_tokens) else DROPPED for i, b in enumerate(blocks)]
+        goes_on = max(num_tokens, holder.num_computed_tokens)  # host memory may hold more
+        table = [b if self._stays(i, goes_on) else DROPPED for i, b in enumerate(blocks)]
         return Hits(prefixes, table, num_tokens)
 
     def blocks_to_start(self, holder: Holder, hits: Hits, chunk: int) -> int:
@@ -162,7 +165,8 @@ class KVManager:
         held = [block for block in hits.table if block != DROPPED]
         known = len(holder.token_ids)
         need = self.retention.peak_blocks(known, chunk, self.pool.block_size) - len(held)
-        copies = hits.num_tokens % self.pool.block_size > 0 and self._is_taken(hits.table[-1])
+        whole = hits.num_tokens < len(hits.table) * self.pool.block_size
+        copies = whole and self._is_taken(hits.table[-1])
         return max(0, need) + copies + sum(self.pool.ref_count(block) == 0 for block in held)
 
     def _is_taken(self, block: int) -> bool:
