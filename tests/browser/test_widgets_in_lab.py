@@ -9,6 +9,8 @@ from pdlab import Engine, EngineConfig, Model, SamplingParams
 from pdlab.workbench.figures.style import HEIGHT, WIDTH
 from pdlab.workbench.palette import STAGE, rgb
 
+from ..workbench.handmade import KV_BYTES
+from ..workbench.handmade_memory import memory_moves
 from .conftest import Lab, open_and_run, screenshot
 
 PROMPT = "Why does a language model read a long prompt faster than it writes an answer?"
@@ -27,9 +29,12 @@ CELLS = [
     "engine = pdlab.Engine(model, pdlab.EngineConfig(num_blocks=8))\n"
     "params = pdlab.SamplingParams(max_tokens=2, ignore_eos=True)\n"
     "live = wb.Stepper.live_run(engine, 'One, two,', params)\nlive",
+    "memory = pdlab.Trace.load('memory.json.gz')\nblocks = wb.BlockTableView(memory)\nblocks",
+    "wb.MemoryLedger(memory, step=2)",
     "wb.show(wb.figures.step_timeline(trace))\nwb.show(wb.figures.kv_occupancy(trace))",
     "@wb.check('the end')\ndef _(): pass",
 ]
+WIDGETS = ("stepper", "attention", "roofline", "blocks", "ledger")
 RESPONSE_MS = """async (slider) => {
   const root = slider.closest('.pdlab');
   const times = [];
@@ -56,6 +61,7 @@ def notebook(lab: Lab, smollm2: Model) -> str:
         while engine.step():
             pass
         engine.trace.save(lab.folder / "run.json.gz")
+    memory_moves().save(lab.folder / "memory.json.gz")
     cells = [nbformat.v4.new_code_cell(source) for source in CELLS]
     book = nbformat.v4.new_notebook(cells=cells)
     book.metadata["kernelspec"] = {
@@ -72,6 +78,7 @@ def running(page, lab: Lab, notebook: str):
     """The notebook open, run, and all of its widgets shown."""
     open_and_run(page, lab, notebook)
     page.wait_for_selector(".pd-roofline[data-shown]", timeout=60_000)
+    page.wait_for_selector(".pd-ledger[data-step='2']", timeout=60_000)
     page.wait_for_selector(".js-plotly-plot .gtitle", timeout=60_000)
     return page
 
@@ -82,6 +89,8 @@ def test_widgets_and_figures_react(running, capsys: pytest.CaptureFixture) -> No
     report_response_time(running, capsys)
     attention_answers_the_keyboard(running)
     roofline_answers_the_mouse(running)
+    block_tables_answer_the_keyboard(running)
+    ledger_answers_the_keyboard(running)
     figures_are_drawn(running)
     lesson_helpers_answer(running)
     live_stepper_runs_the_engine(running)
@@ -93,8 +102,8 @@ def test_widgets_and_figures_react(running, capsys: pytest.CaptureFixture) -> No
 def test_saved_notebook_shows_cards_when_opened_again(running, lab: Lab, notebook: str) -> None:
     running.get_by_text("✓ the end").wait_for(timeout=120_000)
     running.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
-    views = running.locator(".pd-stepper, .pd-attention, .pd-roofline").count()
-    assert views == 5  # what is open stays live
+    views = running.locator(".pdlab").count()
+    assert views == 7  # what is open stays live
     running.goto(lab.address(notebook))
     running.get_by_text("run this cell to make it live").first.wait_for(timeout=120_000)
     assert running.get_by_text("Error displaying widget").count() == 0
@@ -170,6 +179,49 @@ def roofline_answers_the_mouse(page) -> None:
     screenshot(view, "roofline-light")
 
 
+def block_tables_answer_the_keyboard(page) -> None:
+    view = page.locator(".pd-blocks")
+    title, inspect = view.locator(".pd-title"), view.locator(".pd-bt-inspect")
+    assert title.text_content() == "r0.1 forks from r0 and shares its 4 blocks: nothing copied."
+    view.locator("input[type=range]").focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector(".pd-blocks[data-step='1']")
+    assert "copied to block 4" in view.locator(".pd-note").text_content()
+    assert view.locator(".pd-bt-move").count() == 1
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    assert inspect.text_content().startswith(
+        "r0, logical block 1 → physical block 1, shared with r0.1 and r1"
+    )
+    lit = view.locator(".pd-bt-cell[data-lit]")
+    assert lit.count() == 4  # in three tables and in the pool
+    view.locator(".pd-bt-pool").first.locator(".pd-bt-cell").nth(9).hover()
+    assert "Physical block 9: free" in inspect.text_content()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    page.wait_for_selector(".pd-blocks[data-step='4']")
+    assert view.locator(".pd-bt-move").count() == 4  # r1 goes to host memory
+    assert view.evaluate("(e) => e.clientHeight") <= 640
+    screenshot(view, "blocks-light")
+
+
+def ledger_answers_the_keyboard(page) -> None:
+    view = page.locator(".pd-ledger")
+    view.locator("input[type=range]").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector(".pd-ledger[data-step='4']")
+    numbers = view.locator(".pd-lg-table [data-bytes]").evaluate_all(
+        "(all) => all.map((e) => +e.dataset.bytes)"
+    )
+    pool, *parts = numbers[:5]
+    assert pool == sum(parts) == 12 * 4 * KV_BYTES
+    assert numbers[5] == sum(numbers[6:8]) == 6 * 4 * KV_BYTES
+    assert view.locator(".pd-lg-chart path[data-part]").count() == 4
+    assert view.evaluate("(e) => e.clientHeight") <= 640
+    screenshot(view, "ledger-light")
+
+
 def figures_are_drawn(page) -> None:
     titles = page.locator(".js-plotly-plot .gtitle")
     room = page.locator(".jp-OutputArea-output.js-plotly-plot").first
@@ -219,14 +271,14 @@ def theme_is_followed(page, theme: str) -> None:
     assert len(sizes) == 2
     assert all(height >= HEIGHT and width == WIDTH for height, width in sizes), sizes
     if theme == "dark":
-        for widget in ("stepper", "attention", "roofline"):
+        for widget in WIDGETS:
             screenshot(page.locator(f".pd-{widget}").first, f"{widget}-dark")
 
 
 def narrow_page_fits(page) -> None:
     page.set_viewport_size({"width": 620, "height": 1100})
     page.wait_for_timeout(300)
-    for widget in ("stepper", "attention", "roofline"):
+    for widget in WIDGETS:
         root = page.locator(f".pd-{widget}").first
         assert root.evaluate("(e) => e.scrollWidth <= e.clientWidth + 1"), widget
         screenshot(root, f"{widget}-narrow")
