@@ -6,19 +6,20 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 from torch import Tensor
 
+from pdlab.machine import describe_machine
 from pdlab.workbench.figures.style import styled
 from pdlab.workbench.palette import HEAT
 
 MAX_TOKENS = 96
-"""Rows that are drawn; more would be thinner than a pixel's worth of difference."""
+"""Rows that are drawn; more would be too thin to see."""
 
 
-def kv_magnitudes(kv: Tensor, layer: int, head: int, source: str = "") -> go.Figure:
+def kv_magnitudes(kv: Tensor, layer: int, head: int, source: str | None = None) -> go.Figure:
     """Size of every number of K and of V in one layer and head, tokens down, channels across.
 
     Args:
         kv: [2, num_layers, num_tokens, num_kv_heads, head_dim].
-        source: subtitle: which text, and where it ran.
+        source: subtitle; None says that they come from a run in this session.
 
     Raises:
         ValueError: there is no such layer or head.
@@ -45,6 +46,7 @@ def kv_magnitudes(kv: Tensor, layer: int, head: int, source: str = "") -> go.Fig
             colorbar={"title": {"text": "size", "side": "right"}, "tickfont": {"size": 14}},
             hovertemplate="token %{y}, channel %{x}: %{z}<extra></extra>",
         )
+    source = source or f"as cached in this session, {describe_machine()['processor']}"
     styled(figure, f"Layer {layer}, KV head {head}: {_title(shown)}", source, height=480)
     figure.update_xaxes(title_text="channel", showgrid=False)
     figure.update_yaxes(showgrid=False, autorange="reversed")
