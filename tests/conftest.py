@@ -21,7 +21,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 def pytest_configure() -> None:
     """More threads than cores make small matrix products slower, not faster."""
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    asked = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+    torch.set_num_threads(min(2, asked))
 
 
 @pytest.fixture(scope="session")
