@@ -9,6 +9,7 @@ from pdlab import Engine, EngineConfig, SamplingParams, Trace
 from pdlab.trace import save_perfetto, to_perfetto
 
 from ..helpers import random_model, random_prompt
+from ..workbench.handmade_memory import memory_moves
 
 NEEDED = {
     "X": {"name", "pid", "tid", "ts", "dur"},
@@ -144,3 +145,19 @@ def test_a_request_that_never_ran_waits_to_the_end() -> None:
 
 def test_an_empty_trace_gives_a_file_too() -> None:
     assert all(event["ph"] == "M" for event in to_perfetto(Trace())["traceEvents"])
+
+
+def test_forks_swaps_and_copies_are_on_the_track_of_their_sequence() -> None:
+    trace = memory_moves()
+    events = to_perfetto(trace)["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    lives: dict[str, list[str]] = {}
+    for event in events:
+        if event["pid"] == SEQUENCES and event["ph"] != "M":
+            lives.setdefault(names[event["tid"]], []).append(event["name"])
+    assert list(lives["r0.1"])[:2] == ["fork from r0", "decode"]
+    assert "copy: block 3 to 4" in lives["r0"]
+    assert "swap out: block 6 to 3" in lives["r1"]
+    assert "swapped out" in lives["r1"]
+    assert "swap in: block 0 to 8" in lives["r1"]
+    assert "preempted" in lives["r2"]
