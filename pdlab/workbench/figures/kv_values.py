@@ -17,6 +17,8 @@ MAX_TOKENS = 96
 def kv_magnitudes(kv: Tensor, layer: int, head: int, source: str | None = None) -> go.Figure:
     """Size of every number of K and of V in one layer and head, tokens down, channels across.
 
+    In K and in V each, 1 is the size of the median channel: its mean absolute value.
+
     Args:
         kv: [2, num_layers, num_tokens, num_kv_heads, head_dim].
         source: subtitle; None says that they come from a run in this session.
@@ -30,6 +32,7 @@ def kv_magnitudes(kv: Tensor, layer: int, head: int, source: str | None = None) 
             f"layer={layer}, head={head}: there are {num_layers} layers of {num_heads} KV heads"
         )
     shown = kv[:, layer, :MAX_TOKENS, head].float().abs().cpu()
+    shown /= shown.mean(1, keepdim=True).median(-1, keepdim=True).values
     top = float(shown.max())
     figure = make_subplots(
         rows=1, cols=2, shared_yaxes=True, subplot_titles=("K", "V"), horizontal_spacing=0.04
@@ -43,7 +46,10 @@ def kv_magnitudes(kv: Tensor, layer: int, head: int, source: str | None = None) 
             zmax=top,
             showscale=column == 1,
             colorscale=[[i / (len(HEAT["light"]) - 1), c] for i, c in enumerate(HEAT["light"])],
-            colorbar={"title": {"text": "size", "side": "right"}, "tickfont": {"size": 14}},
+            colorbar={
+                "title": {"text": "size, median channel = 1", "side": "right"},
+                "tickfont": {"size": 14},
+            },
             hovertemplate="token %{y}, channel %{x}: %{z}<extra></extra>",
         )
     source = source or f"as cached in this session, {describe_machine()['processor']}"
@@ -56,6 +62,5 @@ def kv_magnitudes(kv: Tensor, layer: int, head: int, source: str | None = None) 
 
 def _title(shown: Tensor) -> str:
     """The message: how far the largest channel stands out in each."""
-    sizes = shown.mean(1)
-    k, v = (sizes.amax(-1) / sizes.median(-1).values).tolist()
+    k, v = shown.mean(1).amax(-1).tolist()
     return f"the largest channel is {k:.1f} times the median in K, {v:.1f} times in V"
