@@ -120,7 +120,7 @@ def savings(bars: Sequence[Saving], source: str) -> go.Figure:
     )
     figure.update_yaxes(autorange="reversed", automargin=True)
     figure.update_xaxes(title_text="KV memory taken, mean over time, GB")
-    title = f"{bars[0].label} to {bars[-1].label}: {1 - sizes[-1] / sizes[0]:.0%} less KV memory"
+    less = 1 - sizes[-1] / sizes[0]
+    title = f"From “{bars[0].label}” to “{bars[-1].label}”: {less:.0%} less KV memory"
     height = 220 + BAR * len(bars)
-    title = title[:1].upper() + title[1:]
     return styled(figure, title, source, height=height, horizontal=True)
