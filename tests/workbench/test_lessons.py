@@ -27,7 +27,14 @@ def committed(source: Path) -> Path:
 
 
 def test_there_are_lessons() -> None:
-    assert [path.stem for path in SOURCES] == ["00_start_here", "01_prefill", "02_decode"]
+    assert [path.stem for path in SOURCES] == [
+        "00_start_here",
+        "01_prefill",
+        "02_decode",
+        "03_paged_kv",
+        "04_kv_formats",
+        "05_windows_and_eviction",
+    ]
 
 
 @all_lessons
