@@ -121,6 +121,9 @@ class Scheduler:
                 starved = True
         if not starved and not batch.preempted:
             self._admit(budget, batch)
+        elif self.running and not batch.scheduled:
+            # Other engines hold the rest of the blocks. Two that wait for each other never end.
+            self._preempt(self.running[-1], batch)
         batch.scheduled.sort(key=lambda part: part.phase)  # one that comes back may decode at once
         return batch
 
