@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdlab.kvcache import BlockPool, blocks_for
+from pdlab.kvcache import BlockPool, Prefix, blocks_for
+from pdlab.trace import DROPPED
 
 
 @given(num_tokens=st.integers(0, 1000), block_size=st.integers(1, 100))
@@ -70,3 +71,100 @@ def test_check_notices_tables_that_do_not_account_for_every_block(tables, compla
     pool.check([[0, 1]])
     with pytest.raises(AssertionError, match=complaint):
         pool.check(tables)
+
+
+# --- cached blocks ------------------------------------------------------------------------------
+
+
+def named(pool: BlockPool, *blocks: int) -> list[Prefix]:
+    return [pool.remember(block, Prefix(None, (block,))) for block in blocks]
+
+
+def test_a_freed_block_that_is_known_can_be_taken_up_again():
+    pool = BlockPool(3, 1)
+    [block] = pool.allocate(1)
+    [prefix] = named(pool, block)
+    assert pool.free([block]) == [block]
+    assert (pool.cached_blocks, pool.num_free) == ([block], 3)
+    assert pool.find(Prefix(None, (block,))) == (prefix, block)
+    pool.share([block])
+    assert (pool.cached_blocks, pool.num_free, pool.ref_count(block)) == ([], 2, 1)
+    pool.share([block])
+    assert pool.free([block]) == []
+    assert pool.free([block]) == [block]
+
+
+def test_empty_blocks_go_first_then_the_least_recently_used():
+    pool = BlockPool(4, 1)
+    blocks = pool.allocate(4)
+    named(pool, 0, 1, 2)
+    pool.free([2, 0, 3, 1])
+    assert pool.cached_blocks == [2, 0, 1]
+    pool.share([2])  # used again
+    pool.free([2])
+    assert pool.allocate(4) == [3, 0, 1, 2]
+    assert pool.num_evictions == 3
+    assert not any(pool.is_known(block) for block in blocks)
+    pool.check([blocks])
+
+
+def test_what_two_blocks_hold_is_known_of_the_first():
+    pool = BlockPool(2, 1)
+    one, other = pool.allocate(2)
+    first = pool.remember(one, Prefix(None, (5,)))
+    assert pool.remember(other, Prefix(None, (5,))) is first
+    assert (pool.is_known(one), pool.is_known(other)) == (True, False)
+    pool.free([other, one])
+    assert pool.cached_blocks == [one]
+
+
+def test_a_forgotten_block_is_not_found_and_stays_held():
+    pool = BlockPool(2, 1)
+    [block] = pool.allocate(1)
+    [prefix] = named(pool, block)
+    pool.forget(block)
+    assert pool.find(prefix) is None
+    assert pool.free([block]) == [block]
+    assert pool.cached_blocks == []
+
+
+def test_forget_all_leaves_blocks_to_their_holders():
+    pool = BlockPool(3, 1)
+    held, cached = pool.allocate(2)
+    prefixes = named(pool, held, cached)
+    pool.free([cached])
+    pool.forget_all()
+    assert (pool.cached_blocks, pool.num_free, pool.ref_count(held)) == ([], 2, 1)
+    assert [pool.find(prefix) for prefix in prefixes] == [None, None]
+    pool.check([[held]])
+
+
+def test_a_block_that_is_neither_held_nor_cached_cannot_be_shared():
+    with pytest.raises(KeyError):
+        BlockPool(2, 1).share([0])
+
+
+def test_dropped_entries_of_a_table_are_no_blocks():
+    pool = BlockPool(4, 1)
+    pool.check([[DROPPED, *pool.allocate(2), DROPPED]])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda pool: pool._known.clear(), "prefix table"),
+        (lambda pool: pool._prefixes.__setitem__(3, Prefix(None, (9,))), "an empty block has"),
+        (lambda pool: pool._empty.append(3), "free twice"),
+        (lambda pool: pool._cached.clear(), "free lists"),
+        (lambda pool: pool._cached.update({0: None}), "free lists"),
+    ],
+)
+def test_check_notices_a_prefix_cache_that_lies(spoil, complaint):
+    pool = BlockPool(4, 4)
+    held, cached = pool.allocate(2)
+    named(pool, held, cached)
+    pool.free([cached])
+    pool.check([[held]])
+    spoil(pool)
+    with pytest.raises(AssertionError, match=complaint):
+        pool.check([[held]])
