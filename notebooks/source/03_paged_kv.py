@@ -129,7 +129,7 @@ for policy, name in plans.items():
     r = results[policy]
     print(
         f"{name:20} {r.mean_running:5.1f} requests at once, {r.mean_queue_s:6.1f} s in line,"
-        f" {r.copied_tokens / generated:6,.0f} tokens copied for each one generated   simulated"
+        f" {r.copied_tokens / generated:7,.1f} tokens copied for each one generated   simulated"
     )
 note = "Published for the systems before paging: 20.4% to 38.2% (Kwon et al. 2023, figure 2)."
 guess.compare("useful", 100 * (1 - results["max"].waste), "%", kind="simulated", note=note)
@@ -284,6 +284,7 @@ guess.compare("chain", chain.get(len(differing), f"in {len(differing)} layers"))
 
 # %%
 twin = "Two identical prompts arrive at the very same moment, and neither has anything to find yet."
+shared.clear_prefix_cache()
 for label, prompts in (("together", [twin, twin]), ("later", [twin])):
     found = [output.metrics.num_cached_tokens for output in shared.generate(prompts, short)]
     print(f"{label:8}  tokens found in the cache: {found}")
@@ -327,7 +328,8 @@ wb.BlockTableView(forked.trace, step=1)
 # again.
 #
 # Three requests, first in a roomy pool, then in one of 16 blocks, too small for all three. In exact
-# mode, so that we can ask for more than similar answers.
+# mode, so that we can ask for more than similar answers. (The prefix cache is off in these runs: a
+# request that comes back might find some of its own blocks, and the costs would be hard to tell apart.)
 
 # %%
 prompts = [
