@@ -24,20 +24,19 @@ from pdlab.engine.allocations import AllocationMeter
 from pdlab.engine.config import EngineConfig, SamplingParams
 from pdlab.engine.exactness import check_rows_are_alike
 from pdlab.engine.interrupts import undisturbed
-from pdlab.engine.metrics import RequestMetrics
-from pdlab.engine.output import Chunk, Detokenizer, RequestOutput
+from pdlab.engine.output import Chunk, RequestOutput
 from pdlab.engine.preemption import PreemptionPolicy
 from pdlab.engine.probe import Probe
 from pdlab.engine.recorder import Recorder
-from pdlab.engine.request import Request, Sample
+from pdlab.engine.request import Request, Sample, new_request
 from pdlab.engine.runner import EXACT_ROW_TILE, ModelRunner, Runner, StepOutput
-from pdlab.engine.sampler import Sampler, mix
+from pdlab.engine.sampler import Sampler
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
 from pdlab.engine.sequence import Sequence
 from pdlab.engine.timing import StageClock
 from pdlab.kvcache import KVMemory, PagedKVCache, PrefixCacheStats
 from pdlab.models import Model
-from pdlab.trace import BlockMove, StepRecord, Trace, sample_ids
+from pdlab.trace import BlockMove, StepRecord, Trace
 
 
 class Engine:
@@ -238,37 +237,19 @@ class Engine:
         self._require_open()
         request_id = f"r{next(self._names)}"
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        samples = [
-            self._sample(index, name, request_id, prompt_ids, params, seed)
-            for index, name in enumerate(sample_ids(request_id, params.n))
-        ]
-        first, *others = (sample.sequence for sample in samples)
-        first.forks = others
-        request = self.requests[request_id] = Request(request_id, text, samples)
-        self._recorder.add_request(request, params)
-        self.scheduler.add(first)
-        return request_id
-
-    def _sample(
-        self,
-        index: int,
-        name: str,
-        request_id: str,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        seed: int,
-    ) -> Sample:
-        """One of a request's samples; the first draws with the request's own seed."""
-        sequence = Sequence(
-            sequence_id=name,
-            request_id=request_id,
-            prompt_ids=prompt_ids,
-            params=params,
-            seed=seed if index == 0 else mix(seed, -index),
+        request = self.requests[request_id] = new_request(
+            request_id,
+            text,
+            prompt_ids,
+            params,
+            seed=seed,
             uses_prefix_cache=self.config.enable_prefix_cache and params.prefix_cache,
+            arrival_s=self._now(),
+            tokenizer=self.model.tokenizer,
         )
-        metrics = RequestMetrics(arrival_s=self._now(), num_prompt_tokens=len(prompt_ids))
-        return Sample(index, sequence, metrics, Detokenizer(self.model.tokenizer))
+        self._recorder.add_request(request, params)
+        self.scheduler.add(request.samples[0].sequence)
+        return request_id
 
     def abort(self, request_id: str) -> None:
         """End a request now and free its blocks; one that has finished or is gone stays so."""

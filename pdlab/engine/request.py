@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pdlab.engine.config import SamplingParams
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.engine.output import Chunk, Completion, Detokenizer, RequestOutput
+from pdlab.engine.sampler import mix
 from pdlab.engine.sequence import Sequence, SequenceState
+from pdlab.models.tokenizer import Tokenizer
+from pdlab.trace import sample_ids
 
 
 @dataclass(eq=False)
@@ -72,3 +76,38 @@ class Request:
             prompt_ids=self.samples[0].sequence.prompt_ids,
             completions=[sample.completion() for sample in self.samples],
         )
+
+
+def new_request(
+    request_id: str,
+    prompt: str,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    *,
+    seed: int,
+    uses_prefix_cache: bool,
+    arrival_s: float,
+    tokenizer: Tokenizer | None,
+) -> Request:
+    """A request with `params.n` sequences: the first runs, the others fork off it.
+
+    The first sample draws with the request's own seed, as it would alone.
+    """
+    samples = [
+        Sample(
+            index,
+            Sequence(
+                sequence_id=name,
+                request_id=request_id,
+                prompt_ids=prompt_ids,
+                params=params,
+                seed=seed if index == 0 else mix(seed, -index),
+                uses_prefix_cache=uses_prefix_cache,
+            ),
+            RequestMetrics(arrival_s=arrival_s, num_prompt_tokens=len(prompt_ids)),
+            Detokenizer(tokenizer),
+        )
+        for index, name in enumerate(sample_ids(request_id, params.n))
+    ]
+    samples[0].sequence.forks = [sample.sequence for sample in samples[1:]]
+    return Request(request_id, prompt, samples)
