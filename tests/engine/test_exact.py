@@ -2,51 +2,128 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from pdlab import EngineConfig, NaiveGenerator, SamplingParams
-from tests.helpers import (
-    SHAPES,
-    Seen,
-    load_prompts,
-    plain_kv,
-    random_model,
-    random_prompt,
-    run_watched,
-)
+from pdlab import Engine, EngineConfig, NaiveGenerator, RequestOutput, SamplingParams
+from pdlab.attention import Window
+from pdlab.engine.sampler import mix
+from pdlab.trace import DROPPED, sample_ids
+from tests.helpers import SHAPES, load_prompts, plain_kv, random_model, random_prompt, run_watched
 
 KINDS = (SamplingParams(), SamplingParams(temperature=0.9, seed=7))
+FORMATS = ("fp32", "fp32", "int8", "int4", "fp8/int4:token:4")
+"""Those with token scales: how a token is stored does not depend on its neighbours."""
+
+
+@dataclass
+class Stored:
+    """What an engine computed and stored for one sequence."""
+
+    logits: list[Tensor] = field(default_factory=list)
+    raw: list[tuple[list[Tensor], Tensor]] = field(default_factory=list)
+    """After each step that ran it: the bytes, and which positions are there."""
+
+
+def run_stored(
+    shape: str,
+    config: EngineConfig,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    warm=(),
+) -> tuple[list[list[list[int]]], dict[str, Stored], list[RequestOutput]]:
+    """Tokens of all samples of each prompt, and what was stored, by sequence id.
+
+    Args:
+        warm: prompts to run before, for what they leave in the prefix cache.
+    """
+    with Engine(random_model(SHAPES[shape]), config) as engine:
+        engine.generate(list(warm), SamplingParams(max_tokens=3))
+        stored, run = defaultdict(Stored), engine.runner.run
+
+        def watched(batch, clock, step):
+            output = run(batch, clock, step)
+            rows = iter(() if output.logits is None else output.logits)
+            for part in batch.scheduled:
+                row = next(rows).clone() if part.samples else None
+                for drawer in part.drawers:
+                    stored[drawer.sequence_id].logits.append(row)
+                sequence = part.sequence
+                raw = engine.kv_cache.raw(sequence.block_table, part.end)
+                there = torch.tensor(sequence.block_table) != DROPPED
+                there = there.repeat_interleave(config.block_size)[: part.end]
+                stored[sequence.sequence_id].raw.append((raw, there))
+            return output
+
+        engine.runner.run = watched  # type: ignore[method-assign]
+        outputs = engine.generate(prompts, params)
+        assert engine.pool.num_free == config.num_blocks
+    return [[c.token_ids for c in o.completions] for o in outputs], stored, outputs
 
 
 @cache
-def plain_run(shape: str, prompt: tuple[int, ...], params: SamplingParams) -> tuple[list, Seen]:
-    """The run to compare with: this request alone, in one chunk, with room for everything."""
-    config = EngineConfig(exact=True)
-    tokens, seen, _ = run_watched(random_model(SHAPES[shape]), config, [list(prompt)], [params])
-    return tokens[0], seen[0]
+def plain_run(
+    shape: str,
+    prompt: tuple[int, ...],
+    params: SamplingParams,
+    kv_format: str = "fp32",
+    window: Window | None = None,
+) -> tuple[list[int], Stored]:
+    """The run to compare with: one sample alone, in one chunk, in one block, nothing shared.
+
+    In fp32 it is itself compared with generation without a cache.
+    """
+    config = EngineConfig(
+        exact=True,
+        block_size=64,
+        num_blocks=2,
+        kv_format=kv_format,
+        enable_prefix_cache=False,
+        window=window.size if window else None,
+        sink_tokens=window.sinks if window else 0,
+    )
+    [[tokens]], stored, [output] = run_stored(shape, config, [list(prompt)], [params])
+    if kv_format == "fp32":
+        naive = NaiveGenerator(random_model(SHAPES[shape]), exact=True, window=window)
+        assert naive.generate(list(prompt), params).token_ids == tokens
+        logits = naive.logits([*prompt, *tokens[:-1]])[len(prompt) - 1 :]
+        assert torch.equal(torch.stack(stored[output.request_id].logits), logits)
+    return tokens, stored[output.request_id]
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> tuple[list[list[int]], list[SamplingParams], EngineConfig]:
-    """Requests in any order and company, and any setting of the knobs that can serve them."""
+def workloads(draw: st.DrawFn) -> tuple[list[list[int]], list[SamplingParams], EngineConfig, list]:
+    """Requests in any order and company, and any setting of the knobs that can serve them.
+
+    Prompts are beginnings of three texts, so that many begin alike.
+    """
     shapes = draw(
         st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=4)
     )
-    prompts = [random_prompt(length, seed=draw(st.integers(0, 2))) for length, _ in shapes]
+    prompts = [random_prompt(40, seed=draw(st.integers(0, 2)))[:length] for length, _ in shapes]
+    max_num_seqs = draw(st.integers(1, 4))
     params = [
-        SamplingParams(max_tokens=tokens, temperature=kind.temperature, seed=kind.seed)
+        SamplingParams(
+            max_tokens=tokens,
+            temperature=kind.temperature,
+            seed=kind.seed,
+            n=draw(st.sampled_from([1, 1, min(3, max_num_seqs)])),
+        )
         for _, tokens in shapes
         for kind in [draw(st.sampled_from(KINDS))]
     ]
     block_size = draw(st.sampled_from([1, 3, 4, 16, 64]))
     longest = max(length + tokens - 1 for length, tokens in shapes)
     least = -(-longest // block_size)
-    max_num_seqs = draw(st.integers(1, 4))
+    window = draw(st.sampled_from([None, None, 3, 9]))
+    num_swap_blocks = draw(st.sampled_from([0, 4, 100]))
     config = EngineConfig(
         exact=True,
         block_size=block_size,
@@ -54,29 +131,46 @@ def workloads(draw: st.DrawFn) -> tuple[list[list[int]], list[SamplingParams], E
         chunk_size=draw(st.sampled_from([None, 1, 2, 5, 16, 31])),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.sampled_from([0, 3, 17, 200])),
+        enable_prefix_cache=draw(st.booleans()),
+        num_swap_blocks=num_swap_blocks,
+        preemption="swap" if num_swap_blocks else "recompute",
+        kv_format=draw(st.sampled_from(FORMATS)),
+        window=window,
+        sink_tokens=draw(st.sampled_from([0, 1, 5])) if window else 0,
     )
-    return prompts, params, config
+    warm = draw(st.sampled_from([[], prompts[:1], prompts]))
+    return prompts, params, config, warm
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=25)
-@given(workload=workloads())
-def test_no_lossless_knob_changes_a_bit(shape, workload):
-    prompts, params, config = workload
-    outputs, seen, _ = run_watched(random_model(SHAPES[shape]), config, prompts, params)
-    for prompt, each, tokens, mine in zip(prompts, params, outputs, seen, strict=True):
-        plain_tokens, plain = plain_run(shape, tuple(prompt), each)
-        assert tokens == plain_tokens
-        assert_same_bits(mine, plain)
+@given(workload=workloads(), split=st.booleans())
+def test_no_lossless_knob_changes_a_bit(shape, workload, split):
+    prompts, params, config, warm = workload
+    if split:
+        config = replace(config, kv_head_groups=SHAPES[shape].num_kv_heads)
+    window = Window(config.window, config.sink_tokens) if config.window else None
+    tokens, stored, outputs = run_stored(shape, config, prompts, params, warm)
+    for prompt, each, samples, output in zip(prompts, params, tokens, outputs, strict=True):
+        for index, (name, mine) in enumerate(
+            zip(sample_ids(output.request_id, each.n), samples, strict=True)
+        ):
+            seed = each.seed if index == 0 or each.seed is None else mix(each.seed, -index)
+            one = replace(each, n=1, seed=seed)
+            plain, kept = plain_run(shape, tuple(prompt), one, config.kv_format, window)
+            assert mine == plain
+            assert_same_storage(stored[name], kept, min_steps=len(mine) > 1 or index == 0)
 
 
-def assert_same_bits(mine: Seen, plain: Seen) -> None:
-    """Every row of logits, and the KV cache after every step, preempted or not."""
+def assert_same_storage(mine: Stored, plain: Stored, min_steps: int) -> None:
+    """Every row of logits, and the KV bytes after every step, preempted or not."""
     assert torch.equal(torch.stack(mine.logits), torch.stack(plain.logits))
-    whole = plain.kv[-1]
-    assert max(kv.shape[2] for kv in mine.kv) == whole.shape[2]
-    for kv in mine.kv:
-        assert torch.equal(kv, whole[:, :, : kv.shape[2]])
+    whole, _ = plain.raw[-1]
+    assert len(mine.raw) >= min_steps
+    assert not mine.raw or len(mine.raw[-1][1]) == whole[0].shape[1]
+    for raw, there in mine.raw:
+        for ours, theirs in zip(raw, whole, strict=True):
+            assert torch.equal(ours[:, there], theirs[:, : len(there)][:, there])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -85,26 +179,41 @@ def test_paging_itself_changes_no_bit(shape, length):
     """Against a pass without engine, cache or blocks, and against the naive generator."""
     model, prompt = random_model(SHAPES[shape]), random_prompt(length)
     params = SamplingParams(max_tokens=5)
-    tokens, seen = plain_run(shape, tuple(prompt), params)
+    [tokens], [seen], _ = run_watched(model, EngineConfig(exact=True), [prompt], params)
     naive = NaiveGenerator(model, exact=True)
     assert naive.generate(prompt, params).token_ids == tokens
     logits = naive.logits(prompt + tokens[:-1])
     assert torch.equal(torch.stack(seen.logits), logits[length - 1 :])
-    assert torch.equal(seen.kv[-1], plain_kv(model, prompt + tokens[:-1]))
+    whole = plain_kv(model, prompt + tokens[:-1])
+    assert seen.kv[-1].shape == whole.shape
+    for kv in seen.kv:  # what fell out of the layers' windows may be gone
+        kept = whole[:, :, : kv.shape[2]].masked_fill(kv.isnan(), 0)
+        assert torch.equal(kv.nan_to_num(0), kept)
+        assert model.config.layer_windows or not kv.isnan().any()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_preemption_changes_no_bit(shape):
+@pytest.mark.parametrize("num_swap_blocks", [0, 100], ids=["recompute", "swap"])
+@pytest.mark.parametrize("kv_format", ["fp32", "int8"])
+def test_preemption_changes_no_bit(shape, num_swap_blocks, kv_format):
     """Three sequences grow in a pool that holds one and a half of them."""
     prompts = [random_prompt(length) for length in (13, 8, 10)]
     params = SamplingParams(max_tokens=12)
-    config = EngineConfig(exact=True, block_size=4, num_blocks=9)
-    outputs, seen, engine = run_watched(random_model(SHAPES[shape]), config, prompts, params)
-    assert sum(len(record.preempted) for record in engine.trace.steps) >= 2
-    for prompt, tokens, mine in zip(prompts, outputs, seen, strict=True):
-        plain_tokens, plain = plain_run(shape, tuple(prompt), params)
-        assert tokens == plain_tokens
-        assert_same_bits(mine, plain)
+    config = EngineConfig(
+        exact=True,
+        block_size=4,
+        num_blocks=9,
+        kv_format=kv_format,
+        num_swap_blocks=num_swap_blocks,
+        preemption="swap" if num_swap_blocks else "recompute",
+    )
+    tokens, stored, outputs = run_stored(shape, config, prompts, [params] * 3)
+    assert sum(output.metrics.num_preemptions for output in outputs) >= 2
+    assert bool(sum(output.metrics.num_swaps for output in outputs)) == bool(num_swap_blocks)
+    for prompt, [mine], output in zip(prompts, tokens, outputs, strict=True):
+        plain, kept = plain_run(shape, tuple(prompt), params, kv_format)
+        assert mine == plain
+        assert_same_storage(stored[output.request_id], kept, min_steps=2)
 
 
 def test_fast_mode_would_fail_these_tests():
@@ -137,7 +246,9 @@ def test_exact_mode_holds_on_the_real_model(smollm2):
     assert sum(len(record.preempted) for record in engine.trace.steps) >= 1
     for tokens, mine, (solo_tokens, solo, _) in zip(outputs, seen, plain[::-1], strict=True):
         assert [tokens] == solo_tokens
-        assert_same_bits(mine, solo[0])
+        assert torch.equal(torch.stack(mine.logits), torch.stack(solo[0].logits))
+        for kv in mine.kv:
+            assert torch.equal(kv, solo[0].kv[-1][:, :, : kv.shape[2]])
     prompt_ids = smollm2.tokenizer.encode(texts[0])
     logits = NaiveGenerator(smollm2, exact=True).logits(prompt_ids + outputs[-1][:-1])
     assert torch.equal(torch.stack(seen[-1].logits), logits[len(prompt_ids) - 1 :])
