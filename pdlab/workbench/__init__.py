@@ -23,6 +23,7 @@ from pdlab.workbench.experiments import (
     random_prompt,
     warm_up,
 )
+from pdlab.workbench.format_lab import FormatLab
 from pdlab.workbench.frames import stepper_frames
 from pdlab.workbench.kv_costs import KVCost, greedy_agreement, kv_costs, topic_tokens
 from pdlab.workbench.kv_study import Study, format_configs, recorded_study, window_configs
@@ -37,6 +38,7 @@ from pdlab.workbench.tokens import token_table
 __all__ = [
     "AttentionView",
     "BlockTableView",
+    "FormatLab",
     "KVCost",
     "MemoryLedger",
     "Predictions",

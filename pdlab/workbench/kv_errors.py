@@ -57,6 +57,13 @@ class KVErrors:
         right = FusedAttention().dense(tensors["q"].float(), k, v, own)
         self._add("attended", layer, tensors["attended"].float(), right)
 
+    def written(self) -> Tensor:
+        """K and V of the present text: [2, num_layers, num_tokens, num_kv_heads, head_dim].
+
+        As they were written, in fp32, and laid out as `PagedKVCache.read` does.
+        """
+        return torch.stack([torch.cat(chunks, dim=1) for chunks in self._written], dim=1)
+
     def end_text(self, read: Callable[[], Tensor]) -> None:
         """Compare what the cache holds with what was written; the next text begins.
 

@@ -1,12 +1,10 @@
-"""Long measurements of KV costs, kept in `data/measured/` for lessons to show as recorded.
+"""Measurements of KV costs as they are kept in `data/measured/`, and what they compare.
 
-python -m pdlab.workbench.kv_study kv_formats   (about 20 minutes on two idle cores)
-python -m pdlab.workbench.kv_study windows     (about 10 minutes)
+Made by `pdlab.workbench.measure`, which takes half an hour; lessons show them as recorded.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -14,11 +12,9 @@ from typing import Any
 
 import numpy as np
 
-import pdlab
 from pdlab.engine import EngineConfig
-from pdlab.machine import describe_machine
 from pdlab.shipped import shipped
-from pdlab.workbench.kv_costs import KVCost, kv_costs, topic_tokens
+from pdlab.workbench.kv_costs import KVCost
 
 FORMATS = (
     "fp32",
@@ -124,45 +120,3 @@ def _compact(data: dict[str, Any]) -> str:
         costs.append("  {\n" + ",\n".join(lines) + "\n  }")
     rest = (f" {json.dumps(k)}: {json.dumps(v)}" for k, v in data.items() if k != "costs")
     return "{\n" + ",\n".join(rest) + ',\n "costs": [\n' + ",\n".join(costs) + "\n ]\n}\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("study", choices=("kv_formats", "windows"))
-    parser.add_argument("--tokens", type=int, help="tokens of text (default 20,480, or 4,096)")
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--out", type=Path, help="default: data/measured/STUDY.json")
-    args = parser.parse_args()
-    of_formats = args.study == "kv_formats"
-    tokens = args.tokens or (20 * 1024 if of_formats else 4096)
-    segment_len = 1024 if of_formats else tokens
-    reference = "fp32" if of_formats else "full"
-    out = args.out or shipped("data") / "measured" / f"{args.study}.json"
-    model = pdlab.load(args.model, dtype="fp32")
-    machine = describe_machine()
-
-    def save(costs: list[KVCost]) -> None:
-        Study(
-            costs=costs,
-            text="pydoc_data.topics",
-            segment_len=segment_len,
-            chunk_size=256,
-            reference=reference,
-            model=model.name,
-            machine=machine,
-            command=f"python -m pdlab.workbench.kv_study {args.study} --tokens {tokens}",
-        ).save(out)
-        print(f"{costs[0].num_tokens:,} of {tokens:,} tokens", flush=True)
-
-    kv_costs(
-        model,
-        format_configs() if of_formats else window_configs(),
-        topic_tokens(model, tokens),
-        segment_len=segment_len,
-        reference=reference,
-        after_segment=save,
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -2,12 +2,7 @@
 
 from pdlab.workbench.figures.attention import attention_heatmap
 from pdlab.workbench.figures.cache import naive_against_cached
-from pdlab.workbench.figures.kv_costs import (
-    error_heatmap,
-    kv_costs,
-    perplexity_by_position,
-    window_costs,
-)
+from pdlab.workbench.figures.kv_costs import error_heatmap, kv_costs
 from pdlab.workbench.figures.kv_values import kv_magnitudes
 from pdlab.workbench.figures.latency import (
     tpot_by_batch,
@@ -19,6 +14,7 @@ from pdlab.workbench.figures.memory import block_grid, kv_occupancy
 from pdlab.workbench.figures.replay import fragmentation, hit_rate_by_blocks
 from pdlab.workbench.figures.roofline import roofline
 from pdlab.workbench.figures.steps import stage_breakdown, step_timeline
+from pdlab.workbench.figures.window_costs import perplexity_by_position, window_costs
 
 __all__ = [
     "attention_heatmap",
