@@ -236,21 +236,20 @@ for name, greedy in wb.greedy_agreement(model, some, [prompt], 32).items():
 # %% [markdown]
 # ## 7. Explore
 #
-# Choose formats for K and for V, scales and group size. Look at the error by layer and head, at
-# the bytes, and at the text. Can you find a format below 8,000 bytes a token whose text stays as
-# it was?
+# The beginning of the same text, in any format. Choose formats for K and for V, scales and group
+# size. Look at the error by layer and head, at the bytes, and at the text. Can you find a format
+# below 8,000 bytes a token whose text stays as it was?
 
 # %%
-from pdlab.workbench.format_lab import FormatLab
-
-FormatLab(model, prompt)
+wb.FormatLab(model, wb.topic_tokens(model, 128))
 
 # %% [markdown]
 # ## 8. The error, layer by layer
 #
 # Errors of K do not simply add up over the layers. Each layer's attention weighs keys by a
 # softmax: where one token wins clearly, a small error changes nothing; where two are close, it may
-# swap them. So the output of attention, below, looks different from the error of K.
+# swap them. So the output of attention, below, looks different from the error of K. (Each cell
+# shows what this layer's own cache does to it, whatever the layers before did.)
 
 # %%
 wb.show(wb.figures.error_heatmap(by_name["int4"], "k"))
@@ -270,8 +269,8 @@ for name, size in sizes.items():
 
 # %% [markdown]
 # **Time, perhaps.** A decode step reads all K and V of its context; fewer bytes, less to wait for.
-# For a model of 8 billion weights in bf16 that decodes 16 sequences of 8,192 tokens, on a large
-# GPU, the cost model says:
+# For a model of 8 billion weights in bf16 that decodes 16 sequences of 8,192 tokens, on an H100
+# with its published ceilings, the cost model says:
 
 # %%
 from pdlab.costmodel import Chunk, load_hardware, predict, step_cost
