@@ -1,19 +1,26 @@
 """Random workloads on the real engine over the fake-KV runner, with every promise checked.
 
-One seed is one run: a random configuration, requests that arrive between steps, aborts at any
-moment, pools so small that they force preemption, and steps that fail half-way. `fuzz(seed)` raises
-if any promise breaks. What is expected is worked out here from the definitions, not taken from the
-engine.
+One seed is one run: a random configuration, one engine or two on one KV memory, requests that begin
+alike and arrive between steps, aborts at any moment, pools so small that they force preemption or
+are smaller than a sequence, and steps that fail half-way. `fuzz(seed)` raises if any promise
+breaks. What is expected is worked out here and in `promises.py` from the definitions, not taken
+from the engine.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
-from pdlab import Engine, EngineConfig, SamplingParams, StepRecord
-from pdlab.engine.fake import FakeRunner, expected_tokens
+import pytest
+
+from pdlab import Engine, EngineConfig, SamplingParams
+from pdlab.costmodel import Hardware
+from pdlab.engine.fake import expected_tokens
+from tests.engine.promises import Before, CheckedRunner, Desk, Events, Said, Told, new_events
 from tests.helpers import TINY, random_model
 
 VOCAB = 13
@@ -36,258 +43,268 @@ class StepFailed(BaseException):
     """Raised in the middle of a step, as a KeyboardInterrupt would be."""
 
 
-def fuzz(seed: int) -> dict[str, int]:
+def fuzz(seed: int) -> Events:
     """One run. Returns how often the interesting things happened.
 
     Raises:
         Exception: a promise is broken (an AssertionError as a rule).
     """
-    return Driver(random.Random(seed)).run()
+    rng = random.Random(seed)
+    with colliding_hashes() if rng.random() < 0.15 else pytest.MonkeyPatch.context():
+        return Driver(rng).run()
 
 
-@dataclass
-class Told:
-    """What the driver knows of a request: what it asked for, and what it was shown."""
-
-    arrival: int
-    prompt_ids: list[int]
-    expected: list[int]
-    reason: str
-    shown: list[int] = field(default_factory=list)
-    computed: int = 0
-    preempted: int = 0
-    aborted: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.shown)
+@contextmanager
+def colliding_hashes() -> Iterator[None]:
+    """Hashes of 3 bits: the prefix cache has to tell blocks apart by their tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        weak = "pdlab.kvcache.prefix.chain_hash"
+        patch.setattr(weak, lambda parent, token_ids: hash((parent, token_ids)) % 8)
+        yield
 
 
 class Driver:
-    """One engine and the checks around it."""
+    """Engines on one KV memory, and what happens to them."""
 
     def __init__(self, rng: random.Random):
         self.rng = rng
-        self.config = random_config(rng)
-        self.max_model_len = self.config.max_model_len or MODEL_LEN
-        self.engine = Engine(random_model(CONFIG), self.config)
-        self.engine.runner = FakeRunner(self.config.num_blocks, self.config.block_size, VOCAB)
+        config = random_config(rng)
+        configs = [config] + [other_config(config, rng)] * (rng.random() < 0.25)
+        model, hardware = random_model(CONFIG), random_hardware(rng)
+        self.memory = Engine.memory_for(model, config, len(configs))
+        self.manager = self.memory.manager
+        self.runner = CheckedRunner(self.manager, config, VOCAB, rng)
+        self.events = new_events()
+        self.desks: list[Desk] = []
+        for each in configs:
+            engine = Engine(model, each, memory=self.memory, hardware=hardware)
+            engine.runner = self.runner
+            self.desks.append(Desk(engine, each, self.desks, self.runner, self.events))
+        self.stems = [random_tokens(rng, rng.randint(2, 16)) for _ in range(rng.randint(1, 3))]
         self.fails_at = rng.random() * 0.2 if rng.random() < 0.2 else 0.0
-        self.live: dict[str, Told] = {}
-        self.gone: list[str] = []
-        self.events = dict.fromkeys(
-            ("steps", "preempted", "aborted", "refused", "failed", "chunks", "finished"), 0
-        )
         self.arrivals = 0
-        self.free_before = self.config.num_blocks
         self.steps_allowed = 5
+        self.blocked = 0
 
-    def run(self) -> dict[str, int]:
+    def run(self) -> Events:
         actions: list[Callable[[], None]] = [self.submit, self.step, self.step]
         actions += [self.abort] if self.rng.random() < 0.5 else []
         for _ in range(self.rng.randint(5, 40)):
             self.rng.choice(actions)()
-        while self.engine.scheduler.has_work:
+            if self.rng.random() < 0.01:
+                self.desks[0].engine.clear_prefix_cache()
+        while any(desk.engine.scheduler.has_work for desk in self.desks):
             self.step()
-        assert not self.live
-        assert self.engine.pool.num_free == self.config.num_blocks
-        assert not self.engine.requests
-        assert self.engine.step() is None
-        self.engine.close()
+        self.check_the_end()
         return self.events
+
+    def check_the_end(self) -> None:
+        """Nothing is left, and nothing is lost."""
+        pool, host, stats = self.manager.pool, self.manager.host, self.manager.stats
+        assert pool.num_free == pool.num_blocks
+        assert host.num_free == host.num_blocks
+        assert self.manager.num_swapped == 0
+        self.events["evicted"] += stats.num_evictions
+        if not self.events["failed"]:
+            assert stats.num_hit_tokens == self.events["hit_tokens"]
+            assert stats.num_queries == sum(desk.num_queries for desk in self.desks)
+        for desk in self.desks:
+            assert not desk.live
+            assert not desk.engine.requests
+            assert desk.engine.step() is None
+            desk.engine.close()
+        assert self.memory.num_engines == 0
 
     # --- what happens ---------------------------------------------------------------------------
 
     def submit(self) -> None:
-        block_size = self.config.block_size
-        near = block_size * self.rng.randint(0, 3) + self.rng.randint(-1, 1)
-        length = max(0, near if self.rng.random() < 0.5 else self.rng.randint(0, 20))
-        prompt_ids = [self.rng.randrange(VOCAB) for _ in range(length)]
+        desk, config = self.rng.choice(self.desks), self.desks[0].config
+        prompt_ids = self.random_prompt()
         params = SamplingParams(
-            max_tokens=self.rng.randint(1, 12), ignore_eos=self.rng.random() < 0.5
+            max_tokens=self.rng.randint(1, 12),
+            ignore_eos=self.rng.random() < 0.5,
+            n=min(self.desks[0].config.max_num_seqs, self.rng.choice([1, 1, 1, 2, 3]))
+            + (self.rng.random() < 0.02),
+            prefix_cache=self.rng.random() < 0.85,
         )
-        most = min(params.max_tokens, max(1, self.max_model_len - length))
-        blocks = (length + most - 1 + block_size - 1) // block_size
-        fits = 1 <= length <= self.max_model_len and blocks <= self.config.num_blocks
+        longest = desk.config.max_model_len or MODEL_LEN
+        most = min(params.max_tokens, max(1, longest - len(prompt_ids)))
+        slots = len(prompt_ids) + most - 1
+        sound = 1 <= len(prompt_ids) <= longest and params.n <= desk.config.max_num_seqs
         try:
-            request_id = self.engine.submit(prompt_ids, params)
+            request_id = desk.engine.submit(prompt_ids, params)
         except ValueError:
-            assert not fits
+            assert not sound or -(-slots // config.block_size) > config.num_blocks
             self.events["refused"] += 1
             return
-        assert fits
-        expected, reason = expected_output(prompt_ids, params, self.max_model_len)
-        self.live[request_id] = Told(self.arrivals, prompt_ids, expected, reason)
+        assert sound
+        assert least_blocks(slots, config) <= config.num_blocks
+        self.events["oversized"] += slots > config.num_blocks * config.block_size
+        told = Told(self.arrivals, prompt_ids, params)
+        for index in range(params.n):
+            expected, reason = expected_output(prompt_ids, params, longest, index)
+            name = f"{request_id}.{index}" if index else request_id
+            told.samples[name] = Said(told, index, expected, reason)
+            self.steps_allowed += 5 + 2 * (len(prompt_ids) + len(expected))
+        desk.live[request_id] = told
         self.arrivals += 1
-        self.steps_allowed += 5 + 2 * (length + len(expected))
+
+    def random_prompt(self) -> list[int]:
+        """Fresh, or a stem with another end, or an earlier prompt, or that with its answer."""
+        size, rng = self.desks[0].config.block_size, self.rng
+        near = size * rng.randint(0, 3) + rng.randint(-1, 1)
+        length = max(0, near if rng.random() < 0.5 else rng.randint(0, 14))
+        kind = rng.random()
+        if kind < 0.25:
+            return random_tokens(rng, length)
+        if kind < 0.55:
+            stem = rng.choice(self.stems)
+            if rng.random() < 0.4:  # in whole blocks
+                return stem[: len(stem) // size * size]
+            return stem[: rng.randint(0, len(stem))] + random_tokens(rng, rng.randint(0, 3))
+        prompt = rng.choice(self.stems)
+        if kind < 0.8:  # a next turn, which may be asked when the answer has only begun
+            answer = expected_tokens(prompt, rng.randint(1, 8), VOCAB)
+            prompt = prompt + answer + random_tokens(rng, rng.randint(0, 4))
+        if rng.random() < 0.3:
+            self.stems[rng.randrange(len(self.stems))] = prompt
+        return prompt
 
     def abort(self) -> None:
-        request_id = self.rng.choice([*self.live, *self.gone, "r-unknown"])
+        desk = self.rng.choice(self.desks)
+        waits = [s.request_id for s in desk.engine.scheduler.waiting if s.host_table]
+        request_id = self.rng.choice([*desk.live, *waits * 4, *desk.gone, "r-unknown"])
+        free = self.manager.pool.num_free
         for _ in range(self.rng.randint(1, 2)):  # twice is once
-            self.engine.abort(request_id)
-        if request_id in self.live:
+            desk.engine.abort(request_id)
+        desk.unrecorded_free += self.manager.pool.num_free - free
+        if request_id in desk.live:
             self.events["aborted"] += 1
-            self.live[request_id].aborted = True
-            self.collect(request_id)
-        self.check_blocks()
+            desk.live[request_id].aborted = True
+            desk.collect(request_id)
+        desk.check_blocks()
 
     def step(self) -> None:
-        before = {i: s.state.name for i, s in self.sequences().items()}
+        desk = self.rng.choice(self.desks)
+        before = Before(desk)
         if self.rng.random() < self.fails_at:
-            self.fail()
+            self.fail(desk)
             return
-        record = self.engine.step()
+        record = desk.engine.step()
         if record is None:
-            assert not before
+            self.check_blocked(desk, before)
             return
+        self.blocked = 0
         self.events["steps"] += 1
         self.steps_allowed -= 1
         assert self.steps_allowed >= 0, "requests take too many steps: somebody starves"
-        self.check_budget(record)
-        self.check_progress(record, before)
-        self.check_order(record)
-        self.check_free_count(record)
-        self.check_blocks()
-        for request_id in [i for i in self.live if self.engine.requests[i].finished]:
-            self.collect(request_id)
+        desk.check(record, before)
 
-    def fail(self) -> None:
+    def check_blocked(self, desk: Desk, before: Before) -> None:
+        """Only other engines' blocks may keep an engine from its work, and not for long."""
+        if before.states:
+            assert len(self.desks) > 1, "there is work and none of it was done"
+            self.events["blocked"] += 1
+            self.blocked += 1
+            assert self.blocked < 50, "the engines block each other"
+        desk.resync(before)
+        desk.check_blocks()
+
+    def fail(self, desk: Desk) -> None:
         """A step that is interrupted before or after its work; nothing of it may count."""
-        run, work_first = self.engine.runner.run, self.rng.random() < 0.5
+        before, run, work_first = Before(desk), self.runner.run, self.rng.random() < 0.5
 
-        def broken(batch, clock, step):
+        def broken(batch: Any, clock: Any, step: int) -> None:
             if work_first:
                 run(batch, clock, step)
             raise StepFailed
 
-        had_work = self.engine.scheduler.has_work
-        self.engine.runner.run = broken  # type: ignore[method-assign]
+        self.runner.run = broken  # type: ignore[method-assign, assignment]
         failed = False
         try:
-            self.engine.step()
+            desk.engine.step()
         except StepFailed:
             failed = True
-        self.engine.runner.run = run  # type: ignore[method-assign]
-        assert failed == had_work
+        self.runner.run = run  # type: ignore[method-assign]
+        assert failed == bool(before.states) or len(self.desks) > 1
         self.events["failed"] += failed
-        for request_id, sequence in self.sequences().items():
-            if not sequence.block_table:  # what this step preempted
-                self.live[request_id].computed = 0
-        self.check_blocks()
+        desk.resync(before)
+        desk.check_blocks()
 
-    def collect(self, request_id: str) -> None:
-        """The request is over: it must have said exactly what it had to, in its chunks too."""
-        told = self.live.pop(request_id)
-        self.gone.append(request_id)
-        chunks = self.engine.requests[request_id].chunks
-        output = self.engine.collect(request_id)
-        assert [t for chunk in chunks for t in chunk.token_ids] == output.token_ids == told.shown
-        assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
-        assert chunks[-1].finish_reason == output.finish_reason
-        if told.aborted:
-            assert output.finish_reason == "abort"
-            assert output.token_ids == told.expected[: len(output.token_ids)]
-        else:
-            assert output.token_ids == told.expected
-            assert output.finish_reason == told.reason
-            self.events["finished"] += 1
-        if not self.events["failed"]:
-            assert output.metrics.num_preemptions == told.preempted
-        assert output.metrics.num_output_tokens == len(told.shown)
 
-    # --- what must hold ---------------------------------------------------------------------------
-
-    def sequences(self):
-        scheduler = self.engine.scheduler
-        return {s.request_id: s for s in [*scheduler.running, *scheduler.waiting]}
-
-    def check_blocks(self) -> None:
-        """Every block is free or in one table, and tables are just as long as they must be."""
-        running, waiting = self.engine.scheduler.running, self.engine.scheduler.waiting
-        self.engine.pool.check(s.block_table for s in running)
-        held = [block for s in running for block in s.block_table]
-        assert len(held) == len(set(held)), "two sequences hold one block"
-        assert self.engine.pool.num_free + len(held) == self.config.num_blocks
-        assert not any(s.block_table or s.num_computed_tokens for s in waiting)
-        for s in running:
-            needed = -(-s.num_computed_tokens // self.config.block_size)
-            failed = self.events["failed"] > 0  # then a sequence may hold what it was to write
-            assert len(s.block_table) >= needed if failed else len(s.block_table) == needed
-
-    def check_budget(self, record: StepRecord) -> None:
-        config = self.config
-        assert record.sequences, "there was work and none of it was done"
-        assert record.num_tokens <= config.max_num_batched_tokens
-        assert len(self.engine.scheduler.running) <= config.max_num_seqs
-        for part in record.sequences:
-            assert 1 <= part.num_tokens <= (config.chunk_size or record.num_tokens)
-
-    def check_progress(self, record: StepRecord, before: dict[str, str]) -> None:
-        """Parts continue where the request stood, sample at its end only, and decodes all run."""
-        for request_id in record.preempted:
-            self.events["preempted"] += 1
-            self.live[request_id].preempted += 1
-            self.live[request_id].computed = 0
-        ran = {part.request_id: part for part in record.sequences}
-        assert len(ran) == len(record.sequences)
-        for request_id, state in before.items():
-            if state == "RUNNING" and request_id not in record.preempted:
-                assert request_id in ran, f"{request_id} was decoding and had to wait"
-        passed_over = [i for i, state in before.items() if state == "PREFILLING" and i not in ran]
-        admitted = [i for i in ran if before[i] in ("WAITING", "PREEMPTED")]
-        assert not (admitted and (record.preempted or passed_over)), "no room, yet one more came"
-        for request_id, part in ran.items():
-            told = self.live[request_id]
-            known = told.prompt_ids + told.shown
-            assert part.start == told.computed
-            assert part.token_ids == known[part.start : part.end]
-            is_decode = told.shown and len(known) - part.start == 1
-            assert part.phase == ("decode" if is_decode else "prefill")
-            told.computed = part.end
-            self.events["chunks"] += part.end < len(known)
-            assert (part.sampled is not None) == (part.end == len(known))
-            if part.sampled is not None:
-                told.shown.append(part.sampled)
-                assert told.shown == told.expected[: len(told.shown)]
-
-    def check_order(self, record: StepRecord) -> None:
-        """First come, first served: who runs came before who waits."""
-        arrivals = [self.live[s].arrival for s in self.sequences()]
-        assert arrivals == sorted(arrivals), "somebody overtook"
-        assert record.waiting == [s.request_id for s in self.engine.scheduler.waiting]
-        phases = [part.phase for part in record.sequences]
-        assert phases == sorted(phases), "decodes come first in a batch"
-
-    def check_free_count(self, record: StepRecord) -> None:
-        """What the record says was taken and freed is what changed."""
-        taken = sum(len(part.blocks_taken) for part in record.sequences)
-        freed = len(record.blocks_freed)
-        assert record.num_free_blocks == self.engine.pool.num_free
-        if not self.events["failed"]:
-            assert record.num_free_blocks == self.free_before - taken + freed
-        self.free_before = record.num_free_blocks
+def random_tokens(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(length)]
 
 
 def random_config(rng: random.Random) -> EngineConfig:
+    theme = rng.choice(["any", "any", "swapped windows", "small chunks"])
     max_num_seqs, block_size = rng.randint(1, 5), rng.choice([1, 2, 3, 4, 8])
+    chunk_size, more = rng.choice([None, 1, 2, 3, 5, 8]), rng.choice([0, 1, 3, 10, 100])
+    window = rng.choice([1, 2, 5, 8, 12]) if rng.random() < 0.25 else None
+    heavy = rng.choice([0, 0, 0, 3, 8]) if window else 0
+    swap_blocks = rng.choice([0, 0, 1, 4, 12, 60])
+    preemption = rng.choice(["recompute", "auto", *["swap"] * 2 * bool(swap_blocks)])
+    pool = [8, 12, 16] if window else [12, 16, 24, 48]
+    if theme == "swapped windows":
+        window, heavy, swap_blocks, preemption = rng.randint(2, 8), 0, 60, "swap"
+        max_num_seqs, block_size, pool = rng.randint(2, 5), rng.choice([1, 2, 3]), [12, 16, 20]
+    elif theme == "small chunks":
+        chunk_size, more, max_num_seqs = rng.choice([1, 2, 3]), rng.choice([0, 1, 3]), 4
     return EngineConfig(
         block_size=block_size,
-        num_blocks=max(2, rng.choice([16, 24, 32, 80]) // block_size),
+        num_blocks=max(rng.randint(1, 2), rng.choice(pool) // block_size),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 3, 10, 100]),
-        chunk_size=rng.choice([None, 1, 2, 3, 5, 8]),
-        max_model_len=rng.choice([None, None, 6, 11, 16]),
+        max_num_batched_tokens=max_num_seqs + more,
+        chunk_size=chunk_size,
+        max_model_len=rng.choice([None, None, None, None, 11, 22]),
+        enable_prefix_cache=not heavy and rng.random() < 0.8,
+        num_swap_blocks=swap_blocks,
+        preemption=preemption,
+        watermark=rng.choice([0, 0, 0.01, 0.1, 0.3, 0.5]),
+        window=window,
+        sink_tokens=rng.choice([0, 0, 1, 3, 4]) if window else 0,
+        heavy_tokens=heavy,
         record_trace=False,
         seed=0,
     )
 
 
+def other_config(config: EngineConfig, rng: random.Random) -> EngineConfig:
+    """For a second engine on the same memory: what does not decide about K and V may differ."""
+    other = random_config(rng)
+    return replace(
+        config,
+        chunk_size=other.chunk_size,
+        max_num_batched_tokens=config.max_num_seqs + rng.choice([0, 2, 50]),
+        watermark=other.watermark,
+        enable_prefix_cache=config.enable_prefix_cache and rng.random() < 0.8,
+        preemption=rng.choice(["recompute", "auto"]),
+    )
+
+
+def random_hardware(rng: random.Random) -> Hardware:
+    """With copies so fast, or so slow, or just so fast that `auto` swaps, recomputes, or both."""
+    details = {"copy_bytes_s": rng.choice([1.0, 1e5, 1e15])}
+    return Hardware("imagined", "cpu", {"fp32": 1e6}, 1e6, 0, "a test", details=details)
+
+
+def least_blocks(slots: int, config: EngineConfig) -> int:
+    """Blocks that a sequence needs at some moment at least, however it is computed."""
+    if config.window is None:
+        return -(-slots // config.block_size)
+    seen = range(max(0, slots - config.window), slots)
+    sinks = range(min(slots, config.sink_tokens))
+    return len({position // config.block_size for position in [*seen, *sinks]})
+
+
 def expected_output(
-    prompt_ids: list[int], params: SamplingParams, max_model_len: int
+    prompt_ids: list[int], params: SamplingParams, max_model_len: int, index: int
 ) -> tuple[list[int], str]:
-    """Tokens and finish reason of an undisturbed request."""
+    """Tokens and finish reason of an undisturbed sample."""
     most = min(params.max_tokens, max(1, max_model_len - len(prompt_ids)))
-    tokens = expected_tokens(prompt_ids, most, VOCAB)
+    if not prompt_ids:
+        return [], ""
+    tokens = expected_tokens(prompt_ids, most, VOCAB, index)
     if EOS in tokens and not params.ignore_eos:
         return tokens[: tokens.index(EOS) + 1], "stop"
     return tokens, "length"

@@ -20,6 +20,11 @@ SCHEDULER = "pdlab.engine.scheduler"
 BATCH = "pdlab.engine.batch"
 SEQUENCE = "pdlab.engine.sequence"
 POOL = "pdlab.kvcache.block_pool"
+PREFIX = "pdlab.kvcache.prefix"
+MANAGER = "pdlab.kvcache.manager"
+ENGINE = "pdlab.engine.engine"
+RECORDER = "pdlab.engine.recorder"
+ADMISSION = "pdlab.engine.admission"
 REQUEST = "pdlab.engine.request"
 
 
@@ -37,20 +42,21 @@ def mutant(name: str, module: str, *edits: tuple[str, str]) -> Mutant:
 
 
 MUTANTS = [
+    # --- the scheduler's bugs ---
     mutant(
         "one block too few",
-        SCHEDULER,
+        MANAGER,
         (
-            "needed = blocks_for(sequence.num_computed_tokens + num_tokens,",
-            "needed = blocks_for(sequence.num_computed_tokens + num_tokens - 1,",
+            "end = holder.num_computed_tokens + num_tokens\n",
+            "end = holder.num_computed_tokens + num_tokens - 1\n",
         ),
     ),
     mutant(
         "a block more than needed",
-        SCHEDULER,
+        MANAGER,
         (
-            "needed = blocks_for(sequence.num_computed_tokens + num_tokens,",
-            "needed = blocks_for(sequence.num_computed_tokens + num_tokens + 1,",
+            "end = holder.num_computed_tokens + num_tokens\n",
+            "end = holder.num_computed_tokens + num_tokens + 1\n",
         ),
     ),
     mutant(
@@ -60,22 +66,28 @@ MUTANTS = [
     ),
     mutant(
         "preemption keeps num_computed_tokens",
-        SCHEDULER,
-        ("        sequence.num_computed_tokens = 0\n", ""),
+        MANAGER,
+        ("        holder.num_computed_tokens = 0\n", ""),
+        ("        holder.num_computed_tokens = hits.num_tokens\n", ""),
     ),
     mutant(
-        "the block table is not cleared", SCHEDULER, ("        sequence.block_table = []\n", "")
+        "the block table is not cleared",
+        MANAGER,
+        ("holder.block_table, holder.prefixes = [], []", "holder.prefixes = []"),
+        ("        assert not holder.block_table\n", ""),
     ),
     mutant(
         "preemption does not free",
         SCHEDULER,
         (
-            "batch.blocks_freed += self._release(sequence)",
-            "sequence.block_table, sequence.num_computed_tokens = [], 0",
+            "else self.kv.release(sequence)",
+            "else []\n        sequence.block_table, sequence.num_computed_tokens = [], 0",
         ),
     ),
     mutant(
-        "finish and abort do not free", SCHEDULER, ("return self._release(sequence)", "return []")
+        "finish and abort do not free",
+        SCHEDULER,
+        ("return self.kv.release(sequence)", "return []"),
     ),
     mutant(
         "a waiting sequence that is aborted stays in the queue",
@@ -87,17 +99,24 @@ MUTANTS = [
         SCHEDULER,
         (
             "        self.running.remove(sequence)\n        self.waiting.appendleft",
-            "        self.pool.free(sequence.block_table)\n"
+            "        self.kv.pool.free(sequence.block_table)\n"
             "        self.running.remove(sequence)\n        self.waiting.appendleft",
         ),
     ),
-    mutant("the oldest is preempted", SCHEDULER, ("self.running[-1]", "self.running[0]")),
+    mutant(
+        "the oldest is preempted",
+        SCHEDULER,
+        ("victim = self.running[-1]", "victim = self.running[0]"),
+    ),
     mutant(
         "the youngest outside the batch is preempted, though a younger one runs",
         SCHEDULER,
         (
             "victim = self.running[-1]",
-            "victim = next(s for s in reversed(self.running) if s not in scheduled)",
+            "victim = next(\n"
+            "                s for s in reversed(self.running)\n"
+            "                if all(p.sequence is not s for p in batch.scheduled)\n"
+            "            )",
         ),
     ),
     mutant(
@@ -113,14 +132,14 @@ MUTANTS = [
     mutant(
         "a sample is drawn from every chunk",
         SCHEDULER,
-        ("samples=num_tokens == sequence.num_uncomputed_tokens", "samples=True"),
+        ("samples = num_tokens == sequence.num_uncomputed_tokens", "samples = True"),
     ),
     mutant(
         "nothing is sampled from a long last chunk",
         SCHEDULER,
         (
-            "samples=num_tokens == sequence.num_uncomputed_tokens",
-            "samples=num_tokens == sequence.num_uncomputed_tokens and num_tokens < 4",
+            "samples = num_tokens == sequence.num_uncomputed_tokens",
+            "samples = num_tokens == sequence.num_uncomputed_tokens and num_tokens < 4",
         ),
     ),
     mutant(
@@ -143,12 +162,15 @@ MUTANTS = [
     mutant(
         "chunk_size is ignored",
         SCHEDULER,
-        ("self.chunk_size = chunk_size or", "self.chunk_size = 10**9 or"),
+        ("min(chunk_size or max_num_batched_tokens,", "min(10**9 or max_num_batched_tokens,"),
     ),
     mutant(
         "max_num_seqs is off by one",
         SCHEDULER,
-        ("len(self.running) < self.max_num_seqs", "len(self.running) <= self.max_num_seqs"),
+        (
+            "+ len(sequence.forks) > self.max_num_seqs",
+            "+ len(sequence.forks) > self.max_num_seqs + 1",
+        ),
     ),
     mutant(
         "the newest is admitted first",
@@ -159,10 +181,7 @@ MUTANTS = [
     mutant(
         "admission does not ask whether the prompt fits",
         SCHEDULER,
-        (
-            "if blocks_for(sequence.num_tokens, self.pool.block_size) > self.pool.num_free:",
-            "if False:",
-        ),
+        ("if needed + kept_free > self.kv.pool.num_free:", "if False:"),
     ),
     mutant(
         "somebody is admitted past a prompt that waits for room",
@@ -170,9 +189,19 @@ MUTANTS = [
         ("if not starved and not batch.preempted:", "if not batch.preempted:"),
     ),
     mutant(
+        "somebody is admitted right after another was preempted",
+        SCHEDULER,
+        ("if not starved and not batch.preempted:", "if not starved:"),
+    ),
+    mutant(
         "prompt chunks come before decodes",
         SCHEDULER,
         ("for sequence in decodes + prefills:", "for sequence in prefills + decodes:"),
+    ),
+    mutant(
+        "who comes back to decode stands behind the prompt chunks",
+        SCHEDULER,
+        ("batch.scheduled.sort(key=lambda part: part.phase)", "pass"),
     ),
     mutant(
         "the newest token counts as computed",
@@ -221,19 +250,22 @@ MUTANTS = [
     mutant(
         "allocate hands out a block twice",
         POOL,
-        ("[self._free.popleft() for _ in range(count)]", "[self._free[0] for _ in range(count)]"),
+        ("block = self._empty.popleft()", "block = self._empty[0]"),
         ("assert self._ref_counts[block] == 0,", "assert True,"),
     ),
     mutant(
         "a freed block is still counted as held",
         POOL,
-        ("                self._free.append(block)\n", ""),
+        ("                    self._empty.append(block)\n", "                    pass\n"),
     ),
     mutant(
         "a block is freed while somebody holds it",
         POOL,
-        ("            if self._ref_counts[block] == 0:", "            if True:"),
-        ("self._ref_counts[block] -= 1", "self._ref_counts[block] -= 0"),
+        (
+            "            self._ref_counts[block] -= 1\n"
+            "            if self._ref_counts[block] == 0:",
+            "            if True:",
+        ),
     ),
     mutant(
         "a second token counts as a prompt chunk",
@@ -252,9 +284,443 @@ MUTANTS = [
         "each token is streamed twice",
         REQUEST,
         (
-            "self.chunks.append(Chunk(text, [token_id]))",
-            "self.chunks += [Chunk(text, [token_id])] * 2",
+            "self.chunks.append(Chunk(text, token_ids, reason, sample.index))",
+            "self.chunks += [Chunk(text, token_ids, reason, sample.index)] * 2",
         ),
+    ),
+    # --- the prefix cache's bugs ---
+    mutant(
+        "a block's name forgets its parent",
+        PREFIX,
+        ("mine, theirs = mine.parent, theirs.parent", "break"),
+        ("return hash((parent_hash, token_ids))", "return hash(token_ids)"),
+    ),
+    mutant(
+        "blocks of equal hash pass for equal",
+        PREFIX,
+        ("while mine is not theirs:", "while False:"),
+        ("return hash((parent_hash, token_ids))", "return hash((parent_hash, token_ids)) % 8"),
+    ),
+    mutant(
+        "chains are compared in their last block only",
+        PREFIX,
+        ("mine, theirs = mine.parent, theirs.parent", "break"),
+        ("return hash((parent_hash, token_ids))", "return hash((parent_hash, token_ids)) % 8"),
+    ),
+    mutant(
+        "no prefix is ever equal to another",
+        PREFIX,
+        (
+            "while mine is not theirs:",
+            "if mine is not theirs:\n            return False\n        while False:",
+        ),
+    ),
+    mutant(
+        "an evicted block can still be found",
+        POOL,
+        (
+            "            self.forget(block)\n            self.num_evictions += 1",
+            "            self._prefixes[block] = None\n            self.num_evictions += 1",
+        ),
+    ),
+    mutant(
+        "a block in use is evicted",
+        POOL,
+        (
+            "            block, _ = self._cached.popitem(last=False)\n",
+            "            block, _ = self._cached.popitem(last=False)\n"
+            "            block = next(iter(self._known.values()))[1]\n",
+        ),
+        ("assert self._ref_counts[block] == 0,", "assert True,"),
+    ),
+    mutant(
+        "cached blocks are not free",
+        POOL,
+        ("return len(self._empty) + len(self._cached)", "return len(self._empty)"),
+    ),
+    mutant(
+        "a cached block that is taken up again stays in the list of free ones",
+        POOL,
+        (
+            "                del self._cached[block]  # KeyError: neither taken nor cached\n",
+            "                pass\n",
+        ),
+    ),
+    mutant(
+        "sharing does not count",
+        POOL,
+        ("            self._ref_counts[block] += 1", "            self._ref_counts[block] = 1"),
+    ),
+    mutant(
+        "the second block of the same content takes the name over",
+        POOL,
+        (
+            "known, _ = self._known.setdefault(prefix, (prefix, block))",
+            "self._known[prefix] = (prefix, block)\n        known = prefix",
+        ),
+    ),
+    mutant(
+        "evictions are not counted",
+        POOL,
+        ("            self.num_evictions += 1\n", ""),
+    ),
+    mutant(
+        "the least recently used block is evicted last",
+        POOL,
+        ("popitem(last=False)", "popitem(last=True)"),
+    ),
+    mutant(
+        "a block that is written again keeps its old name",
+        MANAGER,
+        ("            self.pool.forget(holder.block_table[index])\n", "            pass\n"),
+    ),
+    mutant(
+        "a prompt that is cached as a whole computes nothing",
+        MANAGER,
+        ("min(len(blocks) * size, len(tokens) - 1)", "len(blocks) * size"),
+    ),
+    mutant(
+        "the last block of a prompt is never looked up",
+        MANAGER,
+        ("full = len(tokens) // size if", "full = (len(tokens) - 1) // size if"),
+    ),
+    mutant(
+        "a request that does not want the prefix cache reads it",
+        MANAGER,
+        (
+            "full = len(tokens) // size if holder.uses_prefix_cache else 0",
+            "full = len(tokens) // size",
+        ),
+    ),
+    mutant(
+        "a request that does not want the prefix cache leaves its blocks there",
+        MANAGER,
+        ("        if not holder.uses_prefix_cache:\n            return\n", ""),
+    ),
+    mutant(
+        "params.prefix_cache is ignored",
+        ENGINE,
+        (
+            "self.config.enable_prefix_cache and params.prefix_cache",
+            "self.config.enable_prefix_cache",
+        ),
+    ),
+    mutant(
+        "a block that is not full can be found",
+        MANAGER,
+        (
+            "range(len(holder.prefixes), holder.num_computed_tokens // size)",
+            "range(len(holder.prefixes), len(holder.token_ids) // size)",
+        ),
+    ),
+    mutant(
+        "blocks can be found before they are computed",
+        MANAGER,
+        (
+            "        holder.block_table += new\n        return taken",
+            "        holder.block_table += new\n        before = holder.num_computed_tokens\n"
+            "        holder.num_computed_tokens = before + num_tokens\n"
+            "        self.register(holder)\n"
+            "        holder.num_computed_tokens = before\n        return taken",
+        ),
+    ),
+    mutant(
+        "nothing is ever remembered",
+        MANAGER,
+        (
+            "        size = self.pool.block_size\n        for i in range(len(holder.prefixes)",
+            "        return\n        for i in range(len(holder.prefixes)",
+        ),
+    ),
+    mutant(
+        "admission takes cached blocks for free and for found",
+        MANAGER,
+        (" + copies + sum(self.pool.ref_count(block) == 0 for block in held)", " + copies"),
+    ),
+    mutant(
+        "admission forgets the copy of a block that somebody else holds",
+        MANAGER,
+        ("max(0, need) + copies +", "max(0, need) +"),
+    ),
+    mutant(
+        "hits are not counted",
+        MANAGER,
+        ("            self._stats.num_hit_tokens += hits.num_tokens\n", ""),
+    ),
+    mutant(
+        "the record forgets cached tokens",
+        RECORDER,
+        ("                num_cached_tokens=part.num_cached_tokens,\n", ""),
+    ),
+    # --- forks and copy-on-write ---
+    mutant(
+        "a fork does not hold the blocks it reads",
+        MANAGER,
+        (
+            "        self.pool.share(block for block in parent.block_table if block != DROPPED)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "a fork shares the table itself",
+        MANAGER,
+        ("child.block_table = list(parent.block_table)", "child.block_table = parent.block_table"),
+    ),
+    mutant(
+        "a fork starts one token too early",
+        MANAGER,
+        (
+            "child.num_computed_tokens = parent.num_computed_tokens",
+            "child.num_computed_tokens = parent.num_computed_tokens - 1",
+        ),
+    ),
+    mutant(
+        "a shared block is written without a copy",
+        MANAGER,
+        ("self.pool.ref_count(table[index]) > 1", "self.pool.ref_count(table[index]) > 99"),
+    ),
+    mutant(
+        "a copy is not made, only planned",
+        MANAGER,
+        ('            self._move("copy", shared, own, holder)\n', ""),
+    ),
+    mutant(
+        "a copy goes the wrong way",
+        MANAGER,
+        ('self._move("copy", shared, own, holder)', 'self._move("copy", own, shared, holder)'),
+    ),
+    mutant(
+        "a copied block keeps its reference",
+        MANAGER,
+        ("            self._free([shared])\n", ""),
+    ),
+    mutant(
+        "copies are made after the step",
+        ENGINE,
+        ("                self.runner.carry_out(orders)\n", ""),
+        (
+            "                moves = [order for",
+            "                self.runner.carry_out(orders)\n                moves = [order for",
+        ),
+    ),
+    mutant(
+        "only the first sample is drawn",
+        SCHEDULER,
+        ("return [self.sequence, *self.forks] if", "return [self.sequence] if"),
+    ),
+    mutant(
+        "forks take seats that are not free",
+        SCHEDULER,
+        ("return sum(1 + len(s.forks) for s in self.running)", "return len(self.running)"),
+    ),
+    mutant(
+        "forks go behind those who came later",
+        SCHEDULER,
+        ("self.running[seat:seat] = forks", "self.running += forks"),
+    ),
+    mutant(
+        "an abort ends the first sample only",
+        ENGINE,
+        (
+            "                if not sample.finished:",
+            "                if not sample.finished and sample.index == 0:",
+        ),
+    ),
+    # --- swapping ---
+    mutant(
+        "host blocks leak when a swapped sequence is aborted",
+        MANAGER,
+        (
+            "        if holder.host_table:\n"
+            "            self._leave_host(holder)\n"
+            "        holder.block_table,",
+            "        holder.host_table = []\n        holder.block_table,",
+        ),
+    ),
+    mutant(
+        "host blocks leak when a sequence comes back",
+        MANAGER,
+        (
+            "            holder.block_table.append(target)\n        self._leave_host(holder)",
+            "            holder.block_table.append(target)\n        holder.host_table = []",
+        ),
+    ),
+    mutant(
+        "blocks come back from the host in the wrong order",
+        MANAGER,
+        (
+            "for source in holder.host_table[found:]:",
+            "for source in holder.host_table[found:][::-1]:",
+        ),
+    ),
+    mutant(
+        "blocks that the cache found come back from the host too",
+        MANAGER,
+        ("for source in holder.host_table[found:]:", "for source in holder.host_table:"),
+    ),
+    mutant(
+        "after a swap the sequence starts where the cache ends",
+        MANAGER,
+        (
+            "                self._swap_in(holder)\n                return 0",
+            "                self._swap_in(holder)\n"
+            "                holder.num_computed_tokens = hits.num_tokens\n"
+            "                return 0",
+        ),
+    ),
+    mutant(
+        "blocks go to the host in the wrong order",
+        MANAGER,
+        (
+            "for source, target in zip(table, host_table, strict=True):",
+            "for source, target in zip(table, host_table[::-1], strict=True):",
+        ),
+    ),
+    mutant(
+        "the host blocks are copied to when they have been freed",
+        MANAGER,
+        (
+            "        holder.host_table, holder.num_computed_tokens = host_table, computed\n",
+            "        self.host.free(b for b in host_table if b != DROPPED)\n"
+            "        holder.host_table, holder.num_computed_tokens = host_table, computed\n",
+        ),
+    ),
+    mutant(
+        "swapping out does not ask for room",
+        MANAGER,
+        ("return 0 < blocks <= self.host.num_free and", "return 0 < blocks and"),
+    ),
+    mutant(
+        "nobody is swapped out",
+        SCHEDULER,
+        ("swaps = self.kv.can_swap_out(sequence) and self.swaps(sequence)", "swaps = False"),
+    ),
+    mutant(
+        "preemption='recompute' swaps",
+        SCHEDULER,
+        (
+            "self.kv.can_swap_out(sequence) and self.swaps(sequence)",
+            "self.kv.can_swap_out(sequence)",
+        ),
+    ),
+    mutant(
+        "swaps are not counted",
+        ENGINE,
+        ("metrics.num_swaps += bool(sequence.host_table)", "metrics.num_swaps += 0"),
+    ),
+    mutant(
+        "swapped sequences are not recorded",
+        RECORDER,
+        ("for s in waiting if s.host_table}", "for s in waiting if s.block_table}"),
+    ),
+    mutant(
+        "a block that was swapped in is not counted among the taken",
+        RECORDER,
+        ("self._host.num_blocks - self._host.num_free", "self._host.num_free"),
+    ),
+    # --- windows and eviction ---
+    mutant(
+        "the window is a token too short",
+        MANAGER,
+        ("> next_position - window + 1", "> next_position - window + 2"),
+    ),
+    mutant(
+        "the window is a token too long",
+        MANAGER,
+        ("> next_position - window + 1", "> next_position - window"),
+    ),
+    mutant(
+        "sinks are dropped",
+        MANAGER,
+        ("if window is None or index * size < self.retention.sinks:", "if window is None:"),
+    ),
+    mutant(
+        "a dropped block is not freed",
+        MANAGER,
+        ("            dropped.append(table[i])\n", ""),
+    ),
+    mutant(
+        "a dropped block stays in the table",
+        MANAGER,
+        ("            table[i] = DROPPED\n", ""),
+    ),
+    mutant(
+        "peak_blocks is one too few",
+        MANAGER,
+        ("return min(everything, seen + kept)", "return min(everything, seen + kept - 1)"),
+    ),
+    mutant(
+        "peak_blocks forgets the chunk",
+        MANAGER,
+        ("span = self.window + chunk - 1", "span = self.window"),
+    ),
+    mutant(
+        "a prompt is refused as if it had no window",
+        ADMISSION,
+        ("return Retention(window,", "return Retention(None,"),
+    ),
+    mutant(
+        "blocks are dropped before the step reads them",
+        SCHEDULER,
+        (
+            "        batch.scheduled.append(part)\n",
+            "        batch.scheduled.append(part)\n"
+            "        sequence.num_computed_tokens = part.end\n"
+            "        self.kv.drop_unseen(sequence)\n"
+            "        sequence.num_computed_tokens = part.start\n",
+        ),
+    ),
+    mutant(
+        "heavy blocks are dropped like others",
+        MANAGER,
+        ("return old[: max(0, len(old) - heavy)]", "return old[:-1]"),
+    ),
+    mutant(
+        "cached blocks out of the window are held",
+        MANAGER,
+        ("b if self._stays(i, goes_on) else DROPPED", "b"),
+    ),
+    mutant(
+        "cached blocks are held up to where the cache ends, not where host memory ends",
+        MANAGER,
+        ("goes_on = max(num_tokens, holder.num_computed_tokens)", "goes_on = num_tokens"),
+    ),
+    # --- admission and several engines ---
+    mutant(
+        "the watermark is ignored",
+        SCHEDULER,
+        ("kept_free = self.blocks_kept_free if self.running else 0", "kept_free = 0"),
+    ),
+    mutant(
+        "the watermark keeps out even the only one",
+        SCHEDULER,
+        (
+            "kept_free = self.blocks_kept_free if self.running else 0",
+            "kept_free = self.blocks_kept_free",
+        ),
+    ),
+    mutant(
+        "two engines wait for each other's blocks",
+        SCHEDULER,
+        (
+            "            self._preempt(self.running[-1], batch)\n        batch",
+            "            pass\n        batch",
+        ),
+    ),
+    mutant(
+        "sharing saves nothing in the record",
+        RECORDER,
+        ("                uses += fill", "                uses = sum(fills.values())"),
+    ),
+    mutant(
+        "a shared slot counts twice",
+        RECORDER,
+        ("filled = sum(fills.values())", "filled = uses"),
+    ),
+    mutant(
+        "the record names cached blocks that are held",
+        POOL,
+        ("return list(self._cached)", "return [b for _, b in self._known.values()]"),
     ),
 ]
 
@@ -271,13 +737,14 @@ def planted(bug: Mutant) -> Iterator[None]:
     label = f"<{bug.name}>"
     exec(compile(source, label, "exec", dont_inherit=True), changed.__dict__)
     with pytest.MonkeyPatch.context() as patch:
-        for name, new in vars(changed).items():
+        for name, new in list(vars(changed).items()):
             if getattr(new, "__module__", None) != bug.module:
                 continue
             if isinstance(new, FunctionType):
                 _replace_everywhere(patch, name, getattr(module, name), new)
             elif isinstance(new, type):
                 _graft(patch, getattr(module, name), new, label)
+                changed.__dict__[name] = getattr(module, name)  # as others know it
         yield
 
 

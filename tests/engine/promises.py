@@ -1,0 +1,478 @@
+"""What the fuzzer knows of each request, and what must hold after every step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from pdlab import Engine, EngineConfig, SamplingParams, StepRecord
+from pdlab.engine.fake import FakeKVError, FakeRunner, _extend, prefix_hashes
+from pdlab.engine.runner import StepOutput
+from pdlab.engine.scheduler import ScheduledBatch, ScheduledSequence
+from pdlab.engine.sequence import Sequence
+from pdlab.engine.timing import StageClock
+from pdlab.kvcache import KVManager, Prefix, Release
+from pdlab.trace import DROPPED, BlockMove, SequenceRecord
+
+Events = dict[str, int]
+
+
+def new_events() -> Events:
+    names = (
+        "steps preempted swapped_out swapped_in copied hits hit_tokens whole_hits forked evicted"
+    )
+    names += " dropped oversized blocked aborted refused failed chunks finished"
+    return dict.fromkeys(names.split(), 0)
+
+
+class CheckedRunner(FakeRunner):
+    """The fake-KV oracle, with a look at the blocks it writes to and at those others may find.
+
+    With heavy hitters it invents the attention that blocks receive. What was dropped then, nobody
+    can tell; what is there must be right.
+    """
+
+    def __init__(
+        self, manager: KVManager, config: EngineConfig, vocab_size: int, rng: random.Random
+    ):
+        super().__init__(
+            config.num_blocks,
+            config.block_size,
+            vocab_size,
+            num_swap_blocks=config.num_swap_blocks,
+            window=config.window,
+            sinks=config.sink_tokens,
+        )
+        self.pool = manager.pool
+        self.heavy = config.heavy_tokens > 0
+        self.rng = rng
+        self.num_free = 0
+        self.moves: list[BlockMove] = []
+        self._content: dict[int, tuple[Prefix, list[int]]] = {}
+
+    def carry_out(self, orders: Iterable[BlockMove | Release]) -> None:
+        orders = list(orders)
+        self.moves += [order for order in orders if isinstance(order, BlockMove)]
+        super().carry_out(orders)
+
+    def run(self, batch: ScheduledBatch, clock: StageClock, step: int) -> StepOutput:
+        self.num_free = self.pool.num_free
+        for part in batch.scheduled:
+            for position in range(part.start, part.end):
+                block = part.sequence.block_table[position // self.block_size]
+                assert self.pool.ref_count(block) == 1, f"block {block} is shared and written"
+                assert not self.pool.is_known(block), f"block {block} is cached and written"
+        output = super().run(batch, clock, step)
+        if self.heavy:
+            for part in batch.scheduled:
+                mass = [self.rng.random() for _ in part.sequence.block_table]
+                output.block_mass[part.sequence.sequence_id] = mass
+        return output
+
+    def _check(self, part: ScheduledSequence, block_table: list[int], prefix: list[int]) -> None:
+        super()._check(part, block_table, prefix)  # all that is in the window must be there
+        for position, expected in enumerate(prefix):  # also what is out of sight and still there
+            block, offset = divmod(position, self.block_size)
+            if block_table[block] != DROPPED:
+                slot = block_table[block] * self.block_size + offset
+                if self.slots[slot] != expected:
+                    raise FakeKVError(f"{part.sequence.sequence_id}: position {position}")
+
+    def content(self, prefix: Prefix) -> list[int]:
+        """What a block with this prefix must hold."""
+        if id(prefix) not in self._content:
+            parents = self.content(prefix.parent) if prefix.parent else [1]
+            hashes = list(accumulate(prefix.token_ids, _extend, initial=parents[-1]))[1:]
+            self._content[id(prefix)] = prefix, hashes
+        return self._content[id(prefix)][1]
+
+    def check_known_blocks(self) -> None:
+        """Every block that the prefix cache would give away holds what it says."""
+        for block, prefix in known_blocks(self.pool).items():
+            assert self.slots[self._span(block)] == self.content(prefix), f"block {block} is stale"
+
+
+def known_blocks(pool) -> dict[int, Prefix]:
+    return {block: prefix for prefix, block in pool._known.values()}
+
+
+@dataclass
+class Told:
+    """A request: what it asked for, and its samples by sequence id."""
+
+    arrival: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    samples: dict[str, Said] = field(default_factory=dict)
+    aborted: bool = False
+
+
+@dataclass
+class Said:
+    """A sample: what it has to say, what it said, and how far its K and V are."""
+
+    told: Told
+    index: int
+    expected: list[int]
+    reason: str
+    shown: list[int] = field(default_factory=list)
+    computed: int = 0
+    on_host: bool = False
+    preempted: int = 0
+    swaps: int = 0
+    cached: int | None = None
+
+    @property
+    def known(self) -> list[int]:
+        return self.told.prompt_ids + self.shown
+
+
+class Before:
+    """How things stood before a step."""
+
+    def __init__(self, desk: Desk):
+        pool = desk.manager.pool
+        self.states = {i: s.state.name for i, s in desk.sequences().items()}
+        waiting = desk.engine.scheduler.waiting
+        self.on_host = {s.sequence_id: s.num_computed_tokens for s in waiting if s.host_table}
+        self.free = pool.num_free
+        self.evictions = pool.num_evictions
+        self.held = {b for s in desk.everybody() for b in s.block_table if b != DROPPED}
+        self.cached = pool.cached_blocks
+        self.known = {desk.runner.content(p)[-1] for p in known_blocks(pool).values()}
+        desk.runner.moves.clear()
+
+
+class Desk:
+    """One engine, the requests it was given, and the checks around its steps."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: EngineConfig,
+        desks: list[Desk],
+        runner: CheckedRunner,
+        events: Events,
+    ):
+        self.engine, self.config, self.desks = engine, config, desks
+        self.runner, self.events = runner, events
+        assert engine.memory is not None
+        self.memory, self.manager = engine.memory, engine.memory.manager
+        self.live: dict[str, Told] = {}
+        self.gone: list[str] = []
+        self.unrecorded_free = 0
+        self.num_queries = 0
+
+    def sequences(self) -> dict[str, Sequence]:
+        scheduler = self.engine.scheduler
+        return {s.sequence_id: s for s in [*scheduler.running, *scheduler.waiting]}
+
+    def everybody(self) -> list[Sequence]:
+        """Sequences of all engines on this memory that may hold blocks."""
+        return [s for desk in self.desks for s in desk.sequences().values()]
+
+    def said(self, sequence_id: str) -> Said:
+        return self.live[sequence_id.split(".")[0]].samples[sequence_id]
+
+    def uses_cache(self, sequence_id: str) -> bool:
+        wanted = self.said(sequence_id).told.params.prefix_cache
+        return self.config.enable_prefix_cache and wanted
+
+    def collect(self, request_id: str) -> None:
+        """The request is over: it must have said exactly what it had to, in its chunks too."""
+        told = self.live.pop(request_id)
+        self.gone.append(request_id)
+        chunks = self.engine.requests[request_id].chunks
+        output = self.engine.collect(request_id)
+        assert [c.index for c in output.completions] == list(range(told.params.n))
+        for said, done in zip(told.samples.values(), output.completions, strict=True):
+            own = [chunk for chunk in chunks if chunk.index == said.index]
+            assert [t for chunk in own for t in chunk.token_ids] == done.token_ids == said.shown
+            assert [chunk.finish_reason for chunk in own[:-1]] == [None] * (len(own) - 1)
+            assert own[-1].finish_reason == done.finish_reason
+            if told.aborted and done.finish_reason == "abort":
+                assert done.token_ids == said.expected[: len(done.token_ids)]
+            else:
+                assert done.token_ids == said.expected
+                assert done.finish_reason == said.reason
+            if not (self.events["failed"] or self.events["blocked"]):
+                assert done.metrics.num_preemptions == said.preempted
+                assert done.metrics.num_swaps == said.swaps
+                assert done.metrics.num_cached_tokens == (said.cached or 0)
+            assert done.metrics.num_output_tokens == len(said.shown)
+        assert told.aborted or output.finish_reason == next(iter(told.samples.values())).reason
+        self.events["finished"] += not told.aborted
+
+    def resync(self, before: Before) -> None:
+        """A step that did not happen may have preempted and admitted; nobody got any further."""
+        self.unrecorded_free += self.manager.pool.num_free - before.free
+        for sequence_id, sequence in self.sequences().items():
+            said, stood = self.said(sequence_id), sequence.num_computed_tokens
+            was_running = before.states[sequence_id] in ("PREFILLING", "RUNNING")
+            is_running = sequence in self.engine.scheduler.running
+            if was_running and not is_running:
+                said.preempted += 1
+                said.on_host = bool(sequence.host_table)
+                said.swaps += said.on_host
+                said.computed = said.computed if said.on_host else 0
+            elif is_running and not was_running:
+                assert said.computed <= stood < len(said.known)
+                said.computed, said.on_host = stood, False
+            assert stood == said.computed
+
+    # --- what must hold ---------------------------------------------------------------------------
+
+    def check(self, record: StepRecord, before: Before) -> None:
+        """All that a step that happened has to keep."""
+        self.check_budget(record)
+        admitted = self.check_progress(record, before)
+        self.check_hits(record, before, admitted)
+        self.check_remembered(record)
+        self.check_watermark(record, admitted)
+        self.check_order(record)
+        self.check_free_count(record, before)
+        self.check_bytes(record)
+        self.check_moves(record)
+        self.check_blocks()
+        for request_id in [i for i in self.live if self.engine.requests[i].finished]:
+            self.collect(request_id)
+
+    def check_blocks(self) -> None:
+        """Every reference is in one table, and tables are just as long as they must be."""
+        pool, host, size = self.manager.pool, self.manager.host, self.config.block_size
+        pool.check(s.block_table for s in self.everybody())
+        host.check(s.host_table for s in self.everybody())
+        assert self.manager.num_swapped == sum(bool(s.host_table) for s in self.everybody())
+        self.runner.check_known_blocks()
+        for s in self.engine.scheduler.waiting:
+            assert not s.block_table
+            assert s.host_table or not s.num_computed_tokens
+            assert len(s.host_table) == -(-s.num_computed_tokens // size)
+        for s in self.engine.scheduler.running:
+            assert not s.host_table
+            if not self.uses_cache(s.sequence_id):
+                assert not any(pool.is_known(b) for b in s.block_table if b != DROPPED)
+            needed = -(-s.num_computed_tokens // size)
+            failed = self.events["failed"] > 0  # then a sequence may hold what it was to write
+            assert len(s.block_table) >= needed if failed else len(s.block_table) == needed
+            self.check_window(s)
+
+    def check_window(self, s: Sequence) -> None:
+        """What no later query sees is given back, but for what is heavy."""
+        size, window = self.config.block_size, self.config.window
+        self.check_table(s.block_table, s.num_computed_tokens)
+        if window is not None:
+            self.events["dropped"] += DROPPED in s.block_table
+            kept = sum(b != DROPPED for b in s.block_table[: -(-s.num_computed_tokens // size)])
+            heavy = -(-self.config.heavy_tokens // size)
+            assert kept <= (window - 2) // size + 2 + -(-self.config.sink_tokens // size) + heavy
+
+    def check_table(self, block_table: list[int], next_position: int) -> None:
+        """Blocks that the query at `next_position`, or a later one, may see, and no others."""
+        size, window = self.config.block_size, self.config.window
+        for i, block in enumerate(block_table):
+            seen = window is None or i * size < self.config.sink_tokens
+            seen |= (i + 1) * size - 1 >= next_position - (window or 0) + 1
+            assert block != DROPPED or not seen
+            assert block == DROPPED or seen or self.runner.heavy, f"block {i} is kept for nothing"
+
+    def check_budget(self, record: StepRecord) -> None:
+        config, running = self.config, self.engine.scheduler.running
+        assert record.sequences, "there was work and none of it was done"
+        assert record.num_tokens <= config.max_num_batched_tokens
+        assert sum(1 + len(s.forks) for s in running) <= config.max_num_seqs
+        for part in record.sequences:
+            if part.forked_from is None:
+                assert 1 <= part.num_tokens <= (config.chunk_size or record.num_tokens)
+
+    def check_progress(self, record: StepRecord, before: Before) -> list[SequenceRecord]:
+        """Parts continue where the sequence stood, sample at its end only, and decodes all run.
+
+        Returns the parts of those that were admitted.
+        """
+        assert len(set(record.preempted)) == len(record.preempted)
+        for sequence_id in record.preempted:
+            self.note_preemption(sequence_id, record)
+        ran = {part.sequence_id: part for part in record.sequences}
+        assert len(ran) == len(record.sequences)
+        states = before.states
+        for sequence_id, state in states.items():
+            if state == "RUNNING" and sequence_id not in record.preempted:
+                assert sequence_id in ran, f"{sequence_id} was decoding and had to wait"
+        passed_over = [i for i, state in states.items() if state == "PREFILLING" and i not in ran]
+        own = [part for part in record.sequences if part.forked_from is None]
+        admitted = [p for p in own if states[p.sequence_id] in ("WAITING", "PREEMPTED")]
+        assert not (admitted and (record.preempted or passed_over)), "no room, yet one more came"
+        for part in own:
+            self.note_part(part, part in admitted)
+        for part in record.sequences:
+            if part.forked_from is not None:
+                self.note_fork(part, ran[part.forked_from])
+        return admitted
+
+    def note_preemption(self, sequence_id: str, record: StepRecord) -> None:
+        said, host = self.said(sequence_id), self.manager.host
+        self.events["preempted"] += 1
+        said.preempted += 1
+        said.on_host = sequence_id in record.swapped
+        if said.on_host:
+            assert self.config.preemption != "recompute"
+            said.swaps += 1
+            self.events["swapped_out"] += 1
+            return
+        if self.config.preemption == "swap" and said.computed and self.config.window is None:
+            blocks = -(-said.computed // self.config.block_size)
+            full = self.manager.num_swapped == self.manager.max_swapped
+            assert full or blocks > host.num_free, f"{sequence_id} could have been swapped out"
+        said.computed = 0
+
+    def note_part(self, part: SequenceRecord, admitted: bool) -> None:
+        said = self.said(part.sequence_id)
+        known = said.known
+        if not admitted:
+            assert part.start == said.computed
+            assert part.num_cached_tokens == 0
+        elif said.on_host and part.num_cached_tokens == 0:
+            assert part.start == said.computed
+            self.events["swapped_in"] += 1
+        else:
+            assert part.start == part.num_cached_tokens >= said.computed
+            uses = self.uses_cache(part.sequence_id)
+            assert uses or part.num_cached_tokens == 0
+            self.num_queries += uses
+        if admitted:
+            said.on_host = False
+            said.cached = part.num_cached_tokens if said.cached is None else said.cached
+        assert part.token_ids == known[part.start : part.end]
+        is_decode = said.shown and len(known) - part.start == 1
+        assert part.phase == ("decode" if is_decode else "prefill")
+        said.computed = part.end
+        self.events["chunks"] += part.end < len(known)
+        assert (part.sampled is not None) == (part.end == len(known))
+        self.note_token(said, part)
+
+    def note_fork(self, part: SequenceRecord, parent: SequenceRecord) -> None:
+        said = self.said(part.sequence_id)
+        assert not said.shown
+        assert said.index > 0
+        assert said.told is self.said(parent.sequence_id).told
+        assert part.token_ids == part.blocks_taken == []
+        assert part.start == parent.end == len(said.told.prompt_ids)
+        said.computed, said.cached = part.start, parent.num_cached_tokens
+        self.events["forked"] += 1
+        self.note_token(said, part)
+
+    def note_token(self, said: Said, part: SequenceRecord) -> None:
+        if part.sampled is not None:
+            said.shown.append(part.sampled)
+            assert said.shown == said.expected[: len(said.shown)]
+
+    def check_hits(
+        self, record: StepRecord, before: Before, admitted: list[SequenceRecord]
+    ) -> None:
+        """Cached tokens are as many as there were, at least one token less than are known."""
+        for part in admitted:
+            self.events["hits"] += part.num_cached_tokens > 0
+            self.events["hit_tokens"] += part.num_cached_tokens
+            whole = part.num_tokens == 1 and part.sampled is not None
+            self.events["whole_hits"] += whole and part.num_cached_tokens > 0
+        undisturbed = self.manager.pool.num_evictions == before.evictions
+        if len(admitted) != 1 or not undisturbed:
+            return
+        part, said = admitted[0], self.said(admitted[0].sequence_id)
+        uses = self.uses_cache(part.sequence_id)
+        tokens = said.known if part.sampled is None else said.known[:-1]
+        hashes, size, found = prefix_hashes(tokens), self.config.block_size, 0
+        while uses and found + size <= len(tokens) and hashes[found + size - 1] in before.known:
+            found += size
+        spared = min(found, len(tokens) - 1)
+        assert part.start == max(spared, before.on_host.get(part.sequence_id, 0))
+
+    def check_remembered(self, record: StepRecord) -> None:
+        """Blocks that this step made full can be found."""
+        size, content = self.config.block_size, self.runner.content
+        known = {content(prefix)[-1] for prefix in known_blocks(self.manager.pool).values()}
+        for part in record.sequences:
+            if self.uses_cache(part.sequence_id) and part.num_tokens:
+                tokens = self.said(part.sequence_id).known[: part.end]
+                ends = range((part.start // size + 1) * size, part.end + 1, size)
+                assert {prefix_hashes(tokens[:end])[-1] for end in ends} <= known
+
+    def check_watermark(self, record: StepRecord, admitted: list[SequenceRecord]) -> None:
+        """Beside others, one is admitted only if so many blocks stay free."""
+        kept = int(self.config.watermark * self.config.num_blocks)
+        assert not admitted or len(record.residents) == 1 or self.runner.num_free >= kept
+
+    def check_order(self, record: StepRecord) -> None:
+        """First come, first served: who runs came before who waits."""
+        order = [(self.said(i).told.arrival, self.said(i).index) for i in self.sequences()]
+        assert order == sorted(order), "somebody overtook"
+        assert record.waiting == [s.sequence_id for s in self.engine.scheduler.waiting]
+        phases = [part.phase for part in record.sequences]
+        assert phases == sorted(phases), "decodes come first in a batch"
+
+    def check_free_count(self, record: StepRecord, before: Before) -> None:
+        """What the record says was taken, found, moved and freed is what changed."""
+        pool = self.manager.pool
+        taken = [b for part in record.sequences for b in part.blocks_taken]
+        brought = [move.target for move in record.moves if move.kind == "swap_in"]
+        held = {b for r in record.residents for b in r.block_table if b != DROPPED}
+        revived = held - before.held - set(taken) - set(brought)
+        assert revived <= set(before.cached), "somebody holds blocks that were not given"
+        self.check_evictions(before, [*taken, *brought], held)
+        freed = len(record.blocks_freed) - self.unrecorded_free
+        assert record.num_free_blocks == pool.num_free
+        if not self.events["failed"]:
+            gone = len(taken) + len(brought) + len(revived)
+            assert record.num_free_blocks == before.free - gone + freed
+        self.unrecorded_free = 0
+        assert record.cached_blocks == pool.cached_blocks
+        assert all(pool.is_known(b) and not pool.ref_count(b) for b in record.cached_blocks)
+
+    def check_evictions(self, before: Before, new: list[int], held: set[int]) -> None:
+        """Empty blocks go first, then the least recently used."""
+        evicted = [block for block in before.cached if block in new]
+        assert not evicted or len(new) - len(evicted) >= before.free - len(before.cached)
+        now = set(self.manager.pool.cached_blocks)
+        for older, younger in pairwise(before.cached):
+            spared = older not in held and older in now
+            assert not (spared and younger in evicted), "a block was evicted before its turn"
+
+    def check_bytes(self, record: StepRecord) -> None:
+        """KV bytes, recounted slot by slot."""
+        cache, size, host = self.memory.cache, self.config.block_size, self.manager.host
+        slots = [
+            (r.block_table[p // size], p % size)
+            for r in record.residents
+            for p in range(r.num_computed_tokens)
+            if r.block_table[p // size] != DROPPED
+        ]
+        blocks = {b for r in record.residents for b in r.block_table if b != DROPPED}
+        slot_bytes = cache.block_bytes // size
+        assert record.kv_used_bytes == len(set(slots)) * slot_bytes
+        assert record.kv_used_bytes + record.kv_wasted_bytes == len(blocks) * cache.block_bytes
+        assert record.kv_shared_bytes == (len(slots) - len(set(slots))) * slot_bytes
+        assert record.kv_swapped_bytes == (host.num_blocks - host.num_free) * cache.block_bytes
+        starts = {part.sequence_id: part.start for part in record.sequences}
+        for resident in record.residents:
+            if resident.sequence_id in starts:
+                self.check_table(resident.block_table, starts[resident.sequence_id])
+            assert resident.num_computed_tokens == self.said(resident.sequence_id).computed
+
+    def check_moves(self, record: StepRecord) -> None:
+        """The record's moves are those carried out, each for somebody it concerns."""
+        assert record.moves == self.runner.moves
+        taken = {part.sequence_id: part.blocks_taken for part in record.sequences}
+        waiting = {s.sequence_id: s.host_table for s in self.engine.scheduler.waiting}
+        assert record.swapped == {i: table for i, table in waiting.items() if table}
+        for move in record.moves:
+            if move.kind == "copy":
+                self.events["copied"] += 1
+                assert move.target in taken[move.sequence_id]
+            elif move.kind == "swap_out":
+                assert move.sequence_id in record.preempted
+                assert move.target in record.swapped[move.sequence_id]
+            else:
+                assert move.sequence_id in taken
