@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import plotly.graph_objects as go
@@ -15,14 +16,14 @@ from pdlab.workbench.palette import HEAT, MEANING
 if TYPE_CHECKING:
     from pdlab.workbench.kv_costs import KVCost
 
-CHAR, LINE = 8.2, 20
-"""Pixels of a label's character, and of its height."""
-OFFSETS = [(0, -22), (0, 22), (60, -34), (-60, -34), (60, 34), (-60, 34)] + [
-    (side, up * 26) for up in (-2, 2, -3, 3, -4, 4, -5, 5, -6, 6) for side in (0, 80, -80)
-]
-"""Where a label may stand beside its point, in pixels, the best first."""
+CHAR, LINE = 8.2, 19
+"""Pixels of a label's character, and of its line."""
+OFFSETS = [(dx, dy) for dy in range(-22, -232, -14) for dx in range(-120, 181, 20)]
+OFFSETS += [(dx, 24) for dx in (-60, 0, 60)]
+"""Where a label may stand beside its point, in pixels: above it, or just below."""
 PLOT = 660, 330
 """Pixels of the plot inside its axes."""
+KILOBYTES = (1, 2, 3, 4, 6, 8, 10, 15, 20, 30, 40, 60, 80, 100, 150, 200, 300, 400)
 WHICH = {
     "k": ("K", "of K as the cache returns it"),
     "v": ("V", "of V as the cache returns it"),
@@ -45,8 +46,9 @@ def kv_costs(
     right = find_cost(costs, reference)
     x = [cost.bytes_per_token / 1e3 for cost in costs]
     y = [change_percent(cost, right) for cost in costs]
-    wide, high = max(x) * 1.12, max(max(y), 0.5) - min(min(y), 0)
-    x_range, y_range = [0, wide], [min(min(y), 0) - 0.15 * high, max(max(y), 0.5) + 0.15 * high]
+    high = max(max(y), 1) - min(min(y), 0)
+    y_range = [min(min(y), 0) - 0.15 * high, max(max(y), 1) + 0.15 * high]
+    x_range = [math.log10(min(x) * 0.85), math.log10(max(x) * 1.15)]
     figure = go.Figure(
         go.Scatter(
             x=x,
@@ -61,27 +63,21 @@ def kv_costs(
         )
     )
     figure.add_hline(y=0, line={"color": INK.muted, "width": 1})
-    points = [
-        (a / wide * PLOT[0], (y_range[1] - b) / (y_range[1] - y_range[0]) * PLOT[1])
+    at = [
+        (_along(math.log10(a), x_range) * PLOT[0], (1 - _along(b, y_range)) * PLOT[1])
         for a, b in zip(x, y, strict=True)
     ]
-    places = _places([cost.label for cost in costs], points)
-    for cost, a, b, (ax, ay) in zip(costs, x, y, places, strict=True):
-        far = abs(ax) + abs(ay) > 30
-        figure.add_annotation(
-            x=a,
-            y=b,
-            ax=ax,
-            ay=ay,
-            text=cost.label,
-            showarrow=True,
-            arrowhead=0,
-            arrowwidth=1,
-            arrowcolor=INK.grid if far else "rgba(0,0,0,0)",
-            font={"size": 14},
-            standoff=7,
-        )
-    figure.update_xaxes(title_text="KV bytes per token, kB (scales included)", range=x_range)
+    labels = [cost.label.split("/") for cost in costs]
+    for label, place, offset in zip(
+        labels, zip(x, y, strict=True), _places(labels, at), strict=True
+    ):
+        figure.add_annotation(_annotation(label, place, offset))
+    figure.update_xaxes(
+        title_text="KV bytes per token, kB, scales included (log scale)",
+        type="log",
+        range=x_range,
+        tickvals=[k for k in KILOBYTES if x_range[0] < math.log10(k) < x_range[1]],
+    )
     figure.update_yaxes(title_text=f"perplexity against {reference}", range=y_range)
     figure.update_yaxes(ticksuffix="%")
     return styled(figure, _title(costs, right), source or measured_here(costs), height=500)
@@ -176,21 +172,59 @@ def _mean(errors: np.ndarray) -> float:
     return float(errors.mean())
 
 
-def _places(labels: list[str], points: list[tuple[float, float]]) -> list[tuple[int, int]]:
-    """An offset for each label such that it covers no other label and no point."""
-    boxes = [(x - 7, y - 7, x + 7, y + 7) for x, y in points]
+def _along(value: float, ends: list[float]) -> float:
+    return (value - ends[0]) / (ends[1] - ends[0])
+
+
+def _annotation(
+    label: list[str], place: tuple[float, float], offset: tuple[int, int]
+) -> dict[str, Any]:
+    """A label beside its point, tied to it where it stands apart."""
+    apart = abs(offset[0]) > 30 or abs(offset[1]) > 40
+    return {
+        "x": math.log10(place[0]),
+        "y": place[1],
+        "ax": offset[0],
+        "ay": offset[1],
+        "text": "/<br>".join(label),
+        "showarrow": True,
+        "arrowhead": 0,
+        "arrowwidth": 1,
+        "arrowcolor": INK.muted if apart else "rgba(0,0,0,0)",
+        "font": {"size": 14},
+        "standoff": 7,
+    }
+
+
+def _places(labels: list[list[str]], points: list[tuple[float, float]]) -> list[tuple[int, int]]:
+    """An offset for each label, near its point, such that it covers no other label and no point."""
+    points_at = [(x - 7, y - 7, x + 7, y + 7) for x, y in points]
+    taken: list[tuple[float, ...]] = []
     places = []
-    for label, (x, y) in zip(labels, points, strict=True):
-        half = CHAR * len(label) / 2
-        tried = [
-            (dx, dy, (x + dx - half, y + dy - LINE / 2, x + dx + half, y + dy + LINE / 2))
-            for dx, dy in OFFSETS
-        ]
-        inside = [t for t in tried if t[2][0] >= 0 and t[2][2] <= PLOT[0] + 20] or tried
-        dx, dy, box = min(inside, key=lambda t: sum(_overlap(t[2], other) for other in boxes))
-        boxes.append(box)
-        places.append((dx, dy))
+    for i, (lines, (x, y)) in enumerate(zip(labels, points, strict=True)):
+        others = taken + points_at[:i] + points_at[i + 1 :]
+        wide, high = CHAR * max(map(len, lines)) / 2, LINE * len(lines) / 2
+        best: tuple[float, tuple[int, int], list[tuple[float, ...]]] | None = None
+        for dx, dy in OFFSETS:
+            down = dy - high + LINE / 2 if dy < 0 else dy + high - LINE / 2
+            box = (x + dx - wide, y + down - high, x + dx + wide, y + down + high)
+            outside = box[0] < 0 or box[2] > PLOT[0] + 20 or box[1] < 0 or box[3] > PLOT[1]
+            boxes = [box, *_tie((x, y), (x + dx, y + down))]
+            covered = sum(_overlap(mine, other) for mine in boxes for other in others)
+            price = 1e6 * outside + 100 * covered + abs(dx) + 1.5 * abs(dy)
+            if best is None or price < best[0]:
+                best = price, (dx, round(down)), boxes
+        assert best is not None
+        taken += best[2]
+        places.append(best[1])
     return places
+
+
+def _tie(point: tuple[float, float], label: tuple[float, float]) -> list[tuple[float, ...]]:
+    """The line from a point to its label, as small boxes; without what lies in the label."""
+    steps = [point[0] + (label[0] - point[0]) * t / 16 for t in range(2, 13)]
+    downs = [point[1] + (label[1] - point[1]) * t / 16 for t in range(2, 13)]
+    return [(x - 2, y - 2, x + 2, y + 2) for x, y in zip(steps, downs, strict=True)]
 
 
 def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
