@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
@@ -67,6 +66,7 @@ class Engine:
         if config.exact:
             check_rows_are_alike(model, EXACT_ROW_TILE)
         memory = memory or admission.make_memory(model, config)
+        policy = PreemptionPolicy(model, config, memory.cache.element_bytes, hardware)
         memory.join(admission.kind_of_memory(model, config), config.max_num_seqs)
         self.model = model
         self.config = config
@@ -78,7 +78,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             chunk_size=config.chunk_size,
             watermark=config.watermark,
-            swaps=PreemptionPolicy(model, config, memory.cache.element_bytes, hardware),
+            swaps=policy,
         )
         self.runner: Runner = ModelRunner(
             model,
@@ -94,10 +94,10 @@ class Engine:
         self._names = itertools.count()
         self._seeds = random.Random(config.seed)
         self._step = 0
-        self._freed_by_abort: list[int] = []
+        self._freed: list[int] = []
         self._measures_activations = False
         self._epoch = time.perf_counter()
-        self._lock = threading.RLock()
+        self._lock = memory.lock
 
     @staticmethod
     def memory_for(model: Model, config: EngineConfig, num_engines: int = 2) -> KVMemory:
@@ -127,9 +127,9 @@ class Engine:
                 batch = self.scheduler.schedule()
                 orders = memory.manager.take_orders()
                 self.runner.carry_out(orders)
+                self._note(batch)
             if not batch.scheduled:
                 assert memory.num_engines > 1, "there is work, and nothing of it was scheduled"
-                self._freed_by_abort += batch.blocks_freed
                 return None
             clock.lap("schedule")
             with self._metered() as activations:
@@ -137,6 +137,14 @@ class Engine:
             with undisturbed():
                 moves = [order for order in orders if isinstance(order, BlockMove)]
                 return self._book(batch, output, moves, activations, clock, start_s)
+
+    def _note(self, batch: ScheduledBatch) -> None:
+        """Count what scheduling did for good, whether or not the step comes about."""
+        self._freed += batch.blocks_freed
+        for sequence in batch.preempted:
+            metrics = self._find(sequence)[1].metrics
+            metrics.num_preemptions += 1
+            metrics.num_swaps += bool(sequence.host_table)
 
     def _book(
         self,
@@ -153,8 +161,8 @@ class Engine:
             part.sequence.add_mass(output.block_mass.get(part.sequence.sequence_id, []))
         sampled = {i: [s.token_id for s in drawn] for i, drawn in output.sampled.items()}
         residents = self._recorder.residents(self.scheduler, batch)
-        freed = self.scheduler.update(batch, sampled)
-        texts, freed_by_end = self._deliver(batch, sampled, start_s)
+        self._freed += self.scheduler.update(batch, sampled)
+        texts = self._deliver(batch, sampled, start_s)
         clock.lap("deliver")
         record = self._recorder.record(
             step=self._step,
@@ -167,27 +175,22 @@ class Engine:
             texts=texts,
             residents=residents,
             waiting=self.scheduler.waiting,
-            blocks_freed=self._freed_by_abort + batch.blocks_freed + freed + freed_by_end,
+            blocks_freed=self._freed,
             activations=activations,
         )
-        self._freed_by_abort = []
+        self._freed = []
         self._step += 1
         return record
 
     def _deliver(
         self, batch: ScheduledBatch, sampled: Mapping[str, list[int]], start_s: float
-    ) -> tuple[dict[str, str], list[int]]:
+    ) -> dict[str, str]:
         """Hand the new tokens to their requests and end those sequences that are done.
 
-        Returns the text released by sequence id, and the blocks this freed.
+        Returns the text released by sequence id.
         """
         now_s = self._now()
         texts: dict[str, str] = {}
-        freed: list[int] = []
-        for sequence in batch.preempted:
-            metrics = self._find(sequence)[1].metrics
-            metrics.num_preemptions += 1
-            metrics.num_swaps += bool(sequence.host_table)
         for part in batch.scheduled:
             for sequence in [part.sequence, *part.forks]:
                 request, sample = self._find(sequence)
@@ -198,10 +201,15 @@ class Engine:
                 for token_id in sampled.get(sequence.sequence_id, ()):
                     text += request.add_token(sample, token_id, now_s)
                     if reason := self._finish_reason(sequence):
-                        freed += self.scheduler.finish(sequence, reason)
-                        text += request.close(sample)
+                        self._end(request, sample, reason)
+                        text += sample.texts[-1]
                 texts[sequence.sequence_id] = text
-        return texts, freed
+        return texts
+
+    def _end(self, request: Request, sample: Sample, reason: str) -> None:
+        """Finish one sequence: give its blocks back, release its text."""
+        self._freed += self.scheduler.finish(sample.sequence, reason)
+        request.close(sample)
 
     def _find(self, sequence: Sequence) -> tuple[Request, Sample]:
         """The request and the sample that a sequence works for."""
@@ -259,8 +267,7 @@ class Engine:
                 return
             for sample in request.samples:
                 if not sample.finished:
-                    self._freed_by_abort += self.scheduler.finish(sample.sequence, "abort")
-                    request.close(sample)
+                    self._end(request, sample, "abort")
             self._recorder.add_abort(request_id, self._now())
 
     def collect(self, request_id: str) -> RequestOutput:

@@ -58,9 +58,9 @@ class Request:
         sample.metrics.token_times_s.append(now_s)
         return self._release(sample, sample.detokenizer.add(token_id), [token_id])
 
-    def close(self, sample: Sample) -> str:
+    def close(self, sample: Sample) -> None:
         """Release what the detokenizer held back, once the sequence has finished."""
-        return self._release(sample, sample.detokenizer.flush(), [])
+        self._release(sample, sample.detokenizer.flush(), [])
 
     def _release(self, sample: Sample, text: str, token_ids: list[int]) -> str:
         reason = sample.sequence.finish_reason

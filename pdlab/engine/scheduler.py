@@ -29,7 +29,7 @@ class ScheduledSequence:
     blocks_taken: list[int]
     forks: list[Sequence]
     """Further samples of the request that start from this part's last logits."""
-    num_cached_tokens: int = 0
+    num_cached_tokens: int
     """Tokens before `start` that the prefix cache spared in this step."""
 
     @property
@@ -140,6 +140,7 @@ class Scheduler:
         for part in batch.scheduled:
             sequence = part.sequence
             sequence.num_computed_tokens = part.end
+            sequence.num_cached_tokens = 0
             self.kv.register(sequence)
             freed += self.kv.drop_unseen(sequence)
             if part.forks:
@@ -180,20 +181,14 @@ class Scheduler:
             needed = self.kv.blocks_to_start(sequence, hits, self.chunk_size)
             if needed + kept_free > self.kv.pool.num_free:
                 break
-            num_cached_tokens = self.kv.start(sequence, hits)
+            sequence.num_cached_tokens = self.kv.start(sequence, hits)
             self.running.append(self.waiting.popleft())
             sequence.state = SequenceState.PREFILLING
             num_tokens = min(sequence.num_uncomputed_tokens, budget, self.chunk_size)
-            self._plan(sequence, num_tokens, batch, num_cached_tokens)
+            self._plan(sequence, num_tokens, batch)
             budget -= num_tokens
 
-    def _plan(
-        self,
-        sequence: Sequence,
-        num_tokens: int,
-        batch: ScheduledBatch,
-        num_cached_tokens: int = 0,
-    ) -> None:
+    def _plan(self, sequence: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
         """Take the blocks for a sequence's next tokens and put them into the batch."""
         samples = num_tokens == sequence.num_uncomputed_tokens
         part = ScheduledSequence(
@@ -204,7 +199,7 @@ class Scheduler:
             samples=samples,
             blocks_taken=self.kv.grow(sequence, num_tokens),
             forks=list(sequence.forks) if samples else [],
-            num_cached_tokens=num_cached_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
         )
         batch.scheduled.append(part)
 
@@ -230,6 +225,7 @@ class Scheduler:
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
         sequence.state = SequenceState.PREEMPTED
+        sequence.num_cached_tokens = 0
         swaps = self.kv.can_swap_out(sequence) and self.swaps(sequence)
         batch.blocks_freed += self.kv.swap_out(sequence) if swaps else self.kv.release(sequence)
         batch.preempted.append(sequence)

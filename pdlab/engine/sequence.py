@@ -45,6 +45,8 @@ class Sequence:
     token_ids: list[int] = field(init=False)
     """Prompt and output."""
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Tokens that the prefix cache spared when it was admitted, until that step is booked."""
     block_table: list[int] = field(default_factory=list)
     host_table: list[int] = field(default_factory=list)
     """Blocks in host memory that hold the computed tokens while the sequence is swapped out."""

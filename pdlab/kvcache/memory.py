@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from itertools import groupby
 
@@ -62,6 +63,8 @@ class KVMemory:
             retention,
             max_swapped=max_num_seqs,
         )
+        self.lock = threading.RLock()
+        """Held while an engine plans, runs or books a step: threads take turns."""
         self.num_engines = 0
         self._seats_left = max_num_seqs
         self._kind: dict[str, object] = {}
@@ -75,17 +78,18 @@ class KVMemory:
         Raises:
             ValueError: the engine would store something else, or too many sequences.
         """
-        for name, value in kind.items():
-            first = self._kind.setdefault(name, value)
-            if first is not value and first != value:
-                raise ValueError(
-                    f"{name}={value!r:.60} differs from {first!r:.60} of the KV memory"
-                )
         if num_seqs > self._seats_left:
             raise ValueError(
                 f"max_num_seqs={num_seqs} is more than the {self._seats_left} sequences that the "
                 "KV memory has left"
             )
+        for name, value in kind.items():
+            first = self._kind.get(name, value)
+            if first is not value and first != value:
+                raise ValueError(
+                    f"{name}={value!r:.60} differs from {first!r:.60} of the KV memory"
+                )
+        self._kind = self._kind or kind
         self._seats_left -= num_seqs
         self.num_engines += 1
 

@@ -123,6 +123,8 @@ class Said:
     preempted: int = 0
     swaps: int = 0
     cached: int | None = None
+    found: int = 0
+    """Tokens found in the prefix cache by a step that then failed."""
 
     @property
     def known(self) -> list[int]:
@@ -197,10 +199,9 @@ class Desk:
             else:
                 assert done.token_ids == said.expected
                 assert done.finish_reason == said.reason
-            if not (self.events["failed"] or self.events["blocked"]):
-                assert done.metrics.num_preemptions == said.preempted
-                assert done.metrics.num_swaps == said.swaps
-                assert done.metrics.num_cached_tokens == (said.cached or 0)
+            assert done.metrics.num_preemptions == said.preempted
+            assert done.metrics.num_swaps == said.swaps
+            assert done.metrics.num_cached_tokens == (said.cached or 0)
             assert done.metrics.num_output_tokens == len(said.shown)
         assert told.aborted or output.finish_reason == next(iter(told.samples.values())).reason
         self.events["finished"] += not told.aborted
@@ -217,9 +218,11 @@ class Desk:
                 said.on_host = bool(sequence.host_table)
                 said.swaps += said.on_host
                 said.computed = said.computed if said.on_host else 0
+                said.found = 0
             elif is_running and not was_running:
                 assert said.computed <= stood < len(said.known)
                 said.computed, said.on_host = stood, False
+                said.found = sequence.num_cached_tokens
             assert stood == said.computed
 
     # --- what must hold ---------------------------------------------------------------------------
@@ -316,6 +319,7 @@ class Desk:
         said, host = self.said(sequence_id), self.manager.host
         self.events["preempted"] += 1
         said.preempted += 1
+        said.found = 0
         said.on_host = sequence_id in record.swapped
         if said.on_host:
             assert self.config.preemption != "recompute"
@@ -333,7 +337,7 @@ class Desk:
         known = said.known
         if not admitted:
             assert part.start == said.computed
-            assert part.num_cached_tokens == 0
+            assert part.num_cached_tokens == said.found
         elif said.on_host and part.num_cached_tokens == 0:
             assert part.start == said.computed
             self.events["swapped_in"] += 1
@@ -342,9 +346,8 @@ class Desk:
             uses = self.uses_cache(part.sequence_id)
             assert uses or part.num_cached_tokens == 0
             self.num_queries += uses
-        if admitted:
-            said.on_host = False
-            said.cached = part.num_cached_tokens if said.cached is None else said.cached
+        said.on_host, said.found = False, 0
+        said.cached = part.num_cached_tokens if said.cached is None else said.cached
         assert part.token_ids == known[part.start : part.end]
         is_decode = said.shown and len(known) - part.start == 1
         assert part.phase == ("decode" if is_decode else "prefill")
