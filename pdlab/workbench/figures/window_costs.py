@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -42,14 +43,17 @@ def window_costs(
             hovertemplate="window %{x}: perplexity %{y:.3g}, at most %{customdata} blocks"
             "<extra></extra>",
         )
-    figure.add_hline(
-        y=right.perplexity,
+    windows = _windows(costs)
+    figure.add_scatter(
+        x=[windows[0], windows[-1]],
+        y=[right.perplexity] * 2,
+        mode="lines",
+        name=f"{right.label} attention: {right.perplexity:.3g}",
         line={"color": INK.text, "width": 1.5, "dash": "dash"},
-        annotation={"text": f"full attention: {right.perplexity:.3g}", "font": {"size": 14}},
-        annotation_position="top right",
+        hoverinfo="skip",
     )
-    figure.update_xaxes(title_text="window, tokens", type="log", tickvals=_windows(costs))
-    figure.update_yaxes(title_text="perplexity (log scale)", type="log", dtick="D2")
+    figure.update_xaxes(title_text="window, tokens", type="log", tickvals=windows)
+    _log_perplexity(figure)
     return styled(figure, _window_title(costs), source or measured_here(costs))
 
 
@@ -73,9 +77,22 @@ def perplexity_by_position(
             hovertemplate="around token %{x}: perplexity %{y:.3g}<extra></extra>",
         )
     figure.update_xaxes(title_text="position in the text, tokens")
-    figure.update_yaxes(title_text="perplexity (log scale)", type="log", dtick="D2")
+    _log_perplexity(figure)
     title = f"Perplexity along the text, {chunk_size} tokens at a time"
     return styled(figure, title, source or measured_here(costs))
+
+
+def _log_perplexity(figure: go.Figure) -> None:
+    """A logarithmic axis with ticks at 1, 2, 5, 10, 20, ... as far as the data goes."""
+    values = [value for trace in figure.data for value in trace.y]
+    low, high = min(values) / 1.2, max(values) * 1.2
+    ticks = [step * 10**power for power in range(7) for step in (1, 2, 5)]
+    figure.update_yaxes(
+        title_text="perplexity (log scale)",
+        type="log",
+        range=[math.log10(low), math.log10(high)],
+        tickvals=[tick for tick in ticks if low < tick < high],
+    )
 
 
 def _window_title(costs: Sequence[KVCost]) -> str:
