@@ -6,7 +6,7 @@ A query at position p sees no key after it (causal). A window hides older keys, 
                      query at 8 sees     x x       x x x x
 
 Sinks are the first tokens of a sequence. A model that was trained without a window puts much of its
-attention there whatever they say, and falls apart when they vanish (Xiao et al. 2023,
+attention there whatever they say, and falls apart when they vanish (Xiao et al. 2024,
 StreamingLLM). Here every key keeps the rotary position it had; StreamingLLM counts positions inside
 the window instead.
 """

@@ -41,6 +41,9 @@ class Hardware:
     measured: bool = False
     launch_s: float = 0.0
     """Seconds to start one operation; 0 in published rows, because vendors publish none."""
+    link_bytes_s: float | None = None
+    """Bytes a second to host memory in one direction; None where there is no other memory, or where
+    it is not known."""
     tdp_w: float | None = None
     """Thermal design power in watts."""
     details: Mapping[str, float] = field(default_factory=dict)

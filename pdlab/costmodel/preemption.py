@@ -16,7 +16,8 @@ from pdlab.costmodel.predict import predict
 from pdlab.models.config import ModelConfig
 
 PCIE_BYTES_S = 31.5e9
-"""One direction of PCI Express 4.0 with 16 lanes, as published (PCI-SIG: 16 GT/s a lane)."""
+"""One direction of PCI Express 4.0 with 16 lanes (PCI-SIG: 16 GT/s a lane, 128b/130b coding):
+assumed of a GPU whose link is not known."""
 
 
 class PreemptionCost(NamedTuple):
@@ -37,36 +38,50 @@ def preemption_cost(
     weight_element_bytes: float,
     kv_element_bytes: float,
     num_cached_tokens: int = 0,
+    chunk_size: int | None = None,
+    num_moved_tokens: int | None = None,
 ) -> PreemptionCost:
     """Both ways to bring back `num_tokens` tokens of K and V.
 
     Args:
+        config: with the windows that are in force.
         dtype: of the matrix products.
         num_cached_tokens: leading tokens that the prefix cache is expected to keep.
+        chunk_size: tokens that a step recomputes at most; None for all in one.
+        num_moved_tokens: slots that a swap moves, in whole blocks and without those behind a
+            window; None for `num_tokens`.
 
     Raises:
         ValueError: for counts out of range and for a dtype without a peak.
     """
     check_at_least(1, num_tokens=num_tokens)
     check_positive(kv_element_bytes=kv_element_bytes)
-    chunk = Chunk(num_cached_tokens, max(1, num_tokens - num_cached_tokens))
-    cost = step_cost(
-        config,
-        [chunk],
-        num_sampled=1,
-        weight_element_bytes=weight_element_bytes,
-        kv_element_bytes=kv_element_bytes,
-    )
-    moved = 2 * num_tokens * config.kv_bytes_per_token(kv_element_bytes)
-    return PreemptionCost(predict(cost, hardware, dtype).time_s, moved / link_bytes_s(hardware))
+    rest = max(1, num_tokens - num_cached_tokens)
+    size = min(chunk_size or rest, rest)
+    check_at_least(1, chunk_size=size)
+    recompute_s = 0.0
+    for start in range(num_tokens - rest, num_tokens, size):
+        cost = step_cost(
+            config,
+            [Chunk(start, min(size, num_tokens - start))],
+            num_sampled=int(start + size >= num_tokens),
+            weight_element_bytes=weight_element_bytes,
+            kv_element_bytes=kv_element_bytes,
+        )
+        recompute_s += predict(cost, hardware, dtype).time_s
+    moved = num_tokens if num_moved_tokens is None else num_moved_tokens
+    moved_bytes = 2 * moved * config.kv_bytes_per_token(kv_element_bytes)
+    return PreemptionCost(recompute_s, moved_bytes / link_bytes_s(hardware))
 
 
 def link_bytes_s(hardware: Hardware) -> float:
     """Bytes a second between the memory that computes and host memory, in one direction.
 
-    On a processor both are the same memory: a copy reads and writes each byte, at the speed that
-    calibration measured, or at most at the memory's own. For a GPU it is PCIE_BYTES_S.
+    What the hardware table says; where both are the same memory, half the speed of a copy, which
+    reads and writes each byte (as calibration measured it, or at most the memory's own).
     """
+    if hardware.link_bytes_s:
+        return hardware.link_bytes_s
     if hardware.kind == "gpu":
         return PCIE_BYTES_S
     return hardware.details.get("copy_bytes_s", hardware.bandwidth_bytes_s) / 2

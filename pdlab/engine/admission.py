@@ -14,6 +14,7 @@ from pdlab.engine.metrics import RequestMetrics
 from pdlab.engine.output import Completion, RequestOutput
 from pdlab.kvcache import KVMemory, Retention, parse_kv_format
 from pdlab.models import Model
+from pdlab.models.config import ModelConfig
 
 Prompt = str | list[int] | list[dict[str, str]]
 """Text, token ids, or chat messages (`[{"role": "user", "content": "..."}]`)."""
@@ -74,6 +75,19 @@ def attention_window(config: EngineConfig) -> Window | None:
     if config.window is None or config.heavy_tokens:
         return None
     return Window(config.window, config.sink_tokens)
+
+
+def as_windows(shape: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """The model's shape with each layer's window as the engine narrows it, for counting.
+
+    A query that sees `window` tokens and `sinks` before them sees as many as with one window of
+    both lengths. With heavy tokens it sees about as many: they stay in whole blocks.
+    """
+    if config.window is None:
+        return shape
+    seen = config.window + config.sink_tokens + config.heavy_tokens
+    windows = tuple(seen if w is None or w > config.window else w for w in shape.windows)
+    return replace(shape, layer_windows=windows)
 
 
 DECIDE_KV = (

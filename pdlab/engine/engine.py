@@ -66,8 +66,7 @@ class Engine:
         if config.exact:
             check_rows_are_alike(model, EXACT_ROW_TILE)
         memory = memory or admission.make_memory(model, config)
-        policy = PreemptionPolicy(model, config, memory.cache.element_bytes, hardware)
-        memory.join(admission.kind_of_memory(model, config), config.max_num_seqs)
+        policy = PreemptionPolicy(model, config, memory.cache, hardware)
         self.model = model
         self.config = config
         self.memory: KVMemory | None = memory
@@ -96,6 +95,7 @@ class Engine:
         self._step = 0
         self._freed: list[int] = []
         self._measures_activations = False
+        memory.join(admission.kind_of_memory(model, config), config.max_num_seqs)
         self._epoch = time.perf_counter()
         self._lock = memory.lock
 
@@ -113,8 +113,9 @@ class Engine:
     def step(self) -> StepRecord | None:
         """Run one batch; None when there is nothing to do.
 
-        Interrupted (Ctrl-C) while the model computes, nothing of the batch has happened, and the
-        next step computes it again. Other threads wait. None is also returned where nothing *can*
+        Interrupted (Ctrl-C) while the model computes, nothing of the batch has been computed, and
+        the next step computes it again; sequences preempted for it, and blocks copied, stay so, and
+        are missing in the trace. Other threads wait. None is also returned where nothing *can*
         be done, because other engines hold all blocks of a shared memory.
         """
         with self._lock:
@@ -177,6 +178,7 @@ class Engine:
             waiting=self.scheduler.waiting,
             blocks_freed=self._freed,
             activations=activations,
+            shares_memory=self._require_open().num_engines > 1,
         )
         self._freed = []
         self._step += 1

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdlab.attention import BACKENDS
 from pdlab.engine import admission
+from pdlab.engine.attention_mass import AttentionMass
 from pdlab.engine.batch import prepare
 from pdlab.engine.config import EngineConfig, SamplingParams
 from pdlab.engine.exactness import check_rows_are_alike
@@ -20,7 +21,6 @@ from pdlab.engine.interrupts import undisturbed
 from pdlab.engine.probe import LayerObserver
 from pdlab.engine.runner import EXACT_ROW_TILE, ModelRunner
 from pdlab.engine.sampler import Sampler
-from pdlab.engine.scale import Scale
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
 from pdlab.engine.sequence import Sequence
 from pdlab.engine.timing import StageClock
@@ -35,8 +35,9 @@ class ForcedRun:
     block size, head groups, backend, exact mode).
 
     A chunk's queries see each other's K and V as they are stored. So block-wise formats quantize
-    what fills a block at once, where decoding would still read the newest tokens in full precision:
-    the price measured is the higher one, up to `block_size - 1` tokens. With `heavy_tokens`, the
+    what fills a block at once, where decoding would still read the newest tokens in full precision,
+    and a block's scales know its later tokens, too: the price of such formats depends a little on
+    how the text is cut into chunks, as it does in prefill. With `heavy_tokens`, the
     lightest blocks leave after each chunk, not after each token.
 
     Args:
@@ -108,12 +109,12 @@ class ForcedRun:
         """Hidden states of a chunk, booked."""
         cache, [part] = self.memory.cache, batch.scheduled
         if self.config.heavy_tokens:
-            observers.append(scale := Scale(batch, cache.block_size))
+            observers.append(mass := AttentionMass(batch, cache.block_size))
         clock = StageClock(self.model.decoder.device)
         hidden = self.runner.forward(prepare(batch, cache.block_size), clock, observers)
         self.runner.commit()
         if self.config.heavy_tokens:
-            part.sequence.add_mass(scale.block_mass[part.sequence.sequence_id])
+            part.sequence.add_mass(mass.block_mass[part.sequence.sequence_id])
         self.scheduler.update(batch, {part.sequence.sequence_id: []})
         return hidden
 

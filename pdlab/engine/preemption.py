@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from pdlab.costmodel import Hardware, calibrate, preemption_cost
+from pdlab.engine.admission import as_windows
 from pdlab.engine.config import EngineConfig
 from pdlab.engine.sequence import Sequence
+from pdlab.kvcache import PagedKVCache
 from pdlab.models import Model
+from pdlab.trace import DROPPED
 
 
 class PreemptionPolicy:
     """Says whether to swap; `auto` takes what the cost model predicts to be sooner done.
 
+    It reckons with every token computed again: the pool is full, so what the prefix cache keeps of
+    the sequence is about to be overwritten.
+
     Args:
         config: resolved.
-        kv_element_bytes: mean bytes of a cached element.
         hardware: the machine's ceilings; None calibrates it, which takes some seconds the first
             time on a machine, if `auto` has something to choose between.
     """
@@ -22,11 +27,16 @@ class PreemptionPolicy:
         self,
         model: Model,
         config: EngineConfig,
-        kv_element_bytes: float,
+        kv_cache: PagedKVCache,
         hardware: Hardware | None = None,
     ):
-        self._model = model
-        self._kv_element_bytes = kv_element_bytes
+        self._shape = as_windows(model.config, config)
+        self._dtype = model.dtype_name
+        self._weight_bytes = model.decoder.dtype.itemsize
+        self._kv_bytes = kv_cache.element_bytes
+        self._block_size = config.block_size
+        most = config.max_num_batched_tokens
+        self._chunk = min(config.chunk_size or most, most)
         self._chooses = config.preemption == "auto" and config.num_swap_blocks > 0
         self._swaps = config.preemption == "swap"
         self._hardware = hardware
@@ -38,12 +48,15 @@ class PreemptionPolicy:
         if not self._chooses:
             return self._swaps
         assert self._hardware is not None
+        blocks = sum(block != DROPPED for block in sequence.block_table)
         cost = preemption_cost(
-            self._model.config,
+            self._shape,
             sequence.num_computed_tokens,
             self._hardware,
-            self._model.dtype_name,
-            weight_element_bytes=self._model.decoder.dtype.itemsize,
-            kv_element_bytes=self._kv_element_bytes,
+            self._dtype,
+            chunk_size=self._chunk,
+            num_moved_tokens=blocks * self._block_size,
+            weight_element_bytes=self._weight_bytes,
+            kv_element_bytes=self._kv_bytes,
         )
         return cost.swap_s < cost.recompute_s

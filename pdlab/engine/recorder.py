@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from pdlab.costmodel import Chunk as CostChunk
 from pdlab.costmodel import StepCost, step_cost
+from pdlab.engine import admission
 from pdlab.engine.allocations import AllocationMeter
 from pdlab.engine.config import EngineConfig, SamplingParams
 from pdlab.engine.request import Request
@@ -19,7 +19,6 @@ from pdlab.engine.sequence import Sequence
 from pdlab.kvcache import KVMemory
 from pdlab.machine import describe_machine
 from pdlab.models import Model
-from pdlab.models.config import ModelConfig
 from pdlab.trace import (
     DROPPED,
     BlockMove,
@@ -38,8 +37,7 @@ class Recorder:
         self._model = model
         self._config = config
         self._pool = memory.manager.pool
-        self._host = memory.manager.host
-        self._seen_by = _as_windows(model.config, config)
+        self._seen_by = admission.as_windows(model.config, config)
         self._block_bytes = memory.cache.block_bytes
         self._element_bytes = memory.cache.element_bytes
         self.trace = Trace(
@@ -102,6 +100,7 @@ class Recorder:
         waiting: Collection[Sequence],
         blocks_freed: list[int],
         activations: AllocationMeter | None,
+        shares_memory: bool,
     ) -> StepRecord:
         """The record of one step; the KV figures follow from `residents`."""
         use = _use_of(residents, self._config.block_size)
@@ -131,7 +130,9 @@ class Recorder:
             swapped={s.sequence_id: list(s.host_table) for s in waiting if s.host_table},
             cached_blocks=self._pool.cached_blocks,
             kv_shared_bytes=self._slot_bytes(use.shared),
-            kv_swapped_bytes=(self._host.num_blocks - self._host.num_free) * self._block_bytes,
+            kv_swapped_bytes=self._block_bytes
+            * sum(block != DROPPED for s in waiting for block in s.host_table),
+            blocks_of_others=self._blocks_of_others(residents) if shares_memory else [],
             activation_peak_bytes=activations.peak_bytes if activations else None,
             activation_total_bytes=activations.total_bytes if activations else None,
         )
@@ -141,6 +142,11 @@ class Recorder:
             for sampled in (s for several in output.sampled.values() for s in several):
                 self._name_tokens([sampled.token_id, *(c.token_id for c in sampled.top)])
         return record
+
+    def _blocks_of_others(self, residents: list[Resident]) -> list[int]:
+        """Blocks that sequences of other engines hold."""
+        own = {block for resident in residents for block in resident.block_table}
+        return [b for b in range(self._pool.num_blocks) if self._pool.ref_count(b) and b not in own]
 
     def _slot_bytes(self, num_slots: int) -> int:
         return num_slots * self._block_bytes // self._config.block_size
@@ -220,19 +226,6 @@ def _drawn(sequence: Sequence, output: StepOutput, texts: dict[str, str]) -> dic
             "top": sampled.top,
         }
     return drawn
-
-
-def _as_windows(shape: ModelConfig, config: EngineConfig) -> ModelConfig:
-    """The model's shape with each layer's window as the engine narrows it, for counting.
-
-    A query that sees `window` tokens and `sinks` before them sees as many as with one window of
-    both lengths, and so (at most) with `heavy` tokens.
-    """
-    if config.window is None:
-        return shape
-    seen = config.window + config.sink_tokens + config.heavy_tokens
-    windows = tuple(seen if w is None or w > config.window else w for w in shape.windows)
-    return replace(shape, layer_windows=windows)
 
 
 def _device_name(device: torch.device) -> str:

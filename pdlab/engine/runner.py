@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pdlab.attention import AttentionBackend, Window, narrower
+from pdlab.engine.attention_mass import AttentionMass
 from pdlab.engine.batch import BatchInputs, prepare
 from pdlab.engine.probe import LayerObserver, Probe
 from pdlab.engine.sampler import Sampled, Sampler
-from pdlab.engine.scale import Scale
 from pdlab.engine.scheduler import ScheduledBatch
 from pdlab.engine.timing import StageClock
 from pdlab.kvcache import KVMemory, Release, WritePlan
@@ -100,13 +100,13 @@ class ModelRunner:
         if self.probe:
             observers.append(probing := self.probe.observe(batch, step))
         if self.weighs:
-            observers.append(scale := Scale(batch, self.memory.cache.block_size))
+            observers.append(mass := AttentionMass(batch, self.memory.cache.block_size))
         hidden = self.forward(inputs, clock, observers)
         output = StepOutput({})
         if self.probe:
             output.captures = probing.captures
         if self.weighs:
-            output.block_mass = scale.block_mass
+            output.block_mass = mass.block_mass
         if inputs.sample_rows:
             self._sample(batch, hidden[inputs.sample_rows], output, clock)
         return output

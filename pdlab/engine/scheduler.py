@@ -181,6 +181,8 @@ class Scheduler:
             needed = self.kv.blocks_to_start(sequence, hits, self.chunk_size)
             if needed + kept_free > self.kv.pool.num_free:
                 break
+            if sequence.state is SequenceState.WAITING:
+                self.kv.count(sequence, hits)
             sequence.num_cached_tokens = self.kv.start(sequence, hits)
             self.running.append(self.waiting.popleft())
             sequence.state = SequenceState.PREFILLING

@@ -16,8 +16,9 @@ the values lie. Scales and zeros are fp16.
 
 Who else does it: KIVI (Liu et al. 2024) stores K per channel, because a few channels of K are large
 in every token, and V per token, both asymmetric, and keeps the newest tokens in full precision;
-Hugging Face's QuantizedCache does the same with a residual of 128 tokens. KVQuant (Hooper et al.
-2024) also scales K per channel, before the rotary embedding, and stores the largest 1% apart.
+Hugging Face's QuantizedCache has the same residual (128 tokens), and one axis for both K and V.
+KVQuant (Hooper et al. 2024) also scales K per channel, before the rotary embedding, and stores the
+largest 1% apart.
 llama.cpp's q8_0 and q4_0 have one fp16 scale for 32 channels of a token. vLLM stores fp8 with one
 scale a tensor or a head, calibrated before; here a scale comes from the values themselves.
 """

@@ -59,11 +59,16 @@ class Retention:
 
 
 KEEP_ALL = Retention()
+MISSING = -2
+"""Stands for a block that is not cached where it would be needed."""
 
 
 @dataclass
 class PrefixCacheStats:
-    """What the prefix cache was asked for and what it had, since it was made."""
+    """What new sequences asked of the prefix cache and what it had, since it was made.
+
+    One that comes back after a preemption, and finds its own blocks, does not count.
+    """
 
     num_queries: int = 0
     num_query_tokens: int = 0
@@ -103,6 +108,8 @@ class KVManager:
         host: blocks in host memory, for sequences that are swapped out.
         retention: which tokens stay.
         max_swapped: most sequences in host memory at once.
+        rewrites: whether a token of a full block can be written again. Block-wise formats cannot:
+            they would round the block's other tokens once more.
     """
 
     def __init__(
@@ -111,11 +118,13 @@ class KVManager:
         host: BlockPool,
         retention: Retention = KEEP_ALL,
         max_swapped: int | None = None,
+        rewrites: bool = True,
     ):
         self.pool = pool
         self.host = host
         self.retention = retention
         self.max_swapped = host.num_blocks if max_swapped is None else max_swapped
+        self.rewrites = rewrites
         self.num_swapped = 0
         self._orders: list[BlockMove | Release] = []
         self._stats = PrefixCacheStats()
@@ -136,25 +145,36 @@ class KVManager:
         """Find the longest cached prefix.
 
         At least one token is left to compute: its logits are needed, and logits are not cached. So
-        if all blocks are found, the last token is computed again. What another sequence computes in
-        the same step cannot be found yet: twins that start together both compute, each in blocks of
-        its own, and later ones find those of the first.
+        if all blocks are found, the last token is computed again (or the last block, if blocks
+        cannot be rewritten). What another sequence computes in the same step cannot be found yet:
+        twins that start together both compute, each in blocks of its own, and later ones find those
+        of the first. Blocks behind the window are not needed, and need not be there.
         """
+        chain = self._known_chain(holder)
+        while chain:
+            num_tokens = min(len(chain) * self.pool.block_size, len(holder.token_ids) - 1)
+            goes_on = max(num_tokens, holder.num_computed_tokens)  # host memory may hold more
+            table = [b if self._stays(i, goes_on) else DROPPED for i, (_, b) in enumerate(chain)]
+            if MISSING not in table:
+                return Hits([prefix for prefix, _ in chain], table, num_tokens)
+            chain.pop()
+        return Hits([], [], 0)
+
+    def _known_chain(self, holder: Holder) -> list[tuple[Prefix, int]]:
+        """The full blocks of a sequence, and where each is cached; without a window, up to the
+        first that is not."""
         size, tokens = self.pool.block_size, holder.token_ids
-        prefixes: list[Prefix] = []
-        blocks: list[int] = []
-        full = len(tokens) // size if holder.uses_prefix_cache else 0
-        for i in range(full):
-            own = tuple(tokens[i * size : (i + 1) * size])
-            found = self.pool.find(Prefix(prefixes[-1] if prefixes else None, own))
-            if found is None:
+        full = (len(tokens) if self.rewrites else len(tokens) - 1) // size
+        chain: list[tuple[Prefix, int]] = []
+        for i in range(full if holder.uses_prefix_cache else 0):
+            prefix = Prefix(
+                chain[-1][0] if chain else None, tuple(tokens[i * size : (i + 1) * size])
+            )
+            known, block = self.pool.find(prefix) or (prefix, MISSING)
+            if block == MISSING and self.retention.window is None:
                 break
-            prefixes.append(found[0])
-            blocks.append(found[1])
-        num_tokens = min(len(blocks) * size, len(tokens) - 1)
-        goes_on = max(num_tokens, holder.num_computed_tokens)  # host memory may hold more
-        table = [b if self._stays(i, goes_on) else DROPPED for i, b in enumerate(blocks)]
-        return Hits(prefixes, table, num_tokens)
+            chain.append((known, block))
+        return chain
 
     def blocks_to_start(self, holder: Holder, hits: Hits, chunk: int) -> int:
         """Free blocks that must be there to admit a sequence: for all its known tokens.
@@ -188,11 +208,14 @@ class KVManager:
             self._leave_host(holder)
         holder.num_computed_tokens = hits.num_tokens
         holder.block_mass = []
+        return hits.num_tokens
+
+    def count(self, holder: Holder, hits: Hits) -> None:
+        """Put a sequence that starts for the first time into the statistics."""
         if holder.uses_prefix_cache:
             self._stats.num_queries += 1
             self._stats.num_query_tokens += len(holder.token_ids)
             self._stats.num_hit_tokens += hits.num_tokens
-        return hits.num_tokens
 
     # --- growing --------------------------------------------------------------------------------
 
@@ -303,7 +326,10 @@ class KVManager:
         return 0 < blocks <= self.host.num_free and self.num_swapped < self.max_swapped
 
     def swap_out(self, holder: Holder) -> list[int]:
-        """Move a sequence's K and V to host memory; returns the device blocks that this freed."""
+        """Move a sequence's K and V to host memory; returns the device blocks that this freed.
+
+        Each sequence gets host blocks of its own: forks that shared blocks share them no more.
+        """
         table = self._computed_table(holder)
         hosts = iter(self.host.allocate(sum(b != DROPPED for b in table)))
         host_table = [DROPPED if b == DROPPED else next(hosts) for b in table]

@@ -62,6 +62,7 @@ class KVMemory:
             BlockPool(num_swap_blocks, block_size),
             retention,
             max_swapped=max_num_seqs,
+            rewrites=self.cache.open_blocks is None,
         )
         self.lock = threading.RLock()
         """Held while an engine plans, runs or books a step: threads take turns."""

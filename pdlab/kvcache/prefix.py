@@ -7,9 +7,9 @@ class Prefix:
     """The tokens up to the end of a full block, as a chain of blocks.
 
     K and V of a token depend on every token before it, so a block may stand in for another only if
-    the whole chain is equal. `hash()` takes the parent's hash and the block's own tokens (Kwon et
-    al. 2023, section 4.4; vLLM's automatic prefix caching). Equal hashes are not enough: `==`
-    compares the tokens, so a collision in a dict costs a comparison and never another's KV.
+    the whole chain is equal. `hash()` takes the parent's hash and the block's own tokens, as in
+    vLLM's automatic prefix caching. Equal hashes are not enough: `==` compares the tokens, so a
+    collision in a dict costs a comparison and never another's KV.
     """
 
     __slots__ = ("_hash", "parent", "token_ids")

@@ -131,7 +131,9 @@ class StepRecord:
     kv_shared_bytes: int = 0
     """Bytes that sharing saves now: slots counted once for each further sequence that uses them."""
     kv_swapped_bytes: int = 0
-    """Bytes of host blocks in use."""
+    """Bytes of the host blocks in `swapped`."""
+    blocks_of_others: list[int] = field(default_factory=list)
+    """Blocks held by sequences of other engines on the same KV memory."""
     activation_peak_bytes: int | None = None
     """Most bytes of activations that existed at once; measured only where it was asked for."""
     activation_total_bytes: int | None = None

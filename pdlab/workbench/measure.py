@@ -61,6 +61,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="labels to measure, the reference among them")
     parser.add_argument("--out", type=Path, help="default: data/measured/STUDY.json")
     args = parser.parse_args()
+    if args.only and not args.out:
+        parser.error("--only measures a part of the study: name another file with --out")
     out = args.out or shipped("data") / "measured" / f"{args.study}.json"
     measure(args.study, out, args.only)
 

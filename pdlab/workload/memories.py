@@ -135,7 +135,10 @@ class PagedMemory:
         return False  # any free block is as good as any other
 
     def _find(self, request: TraceRequest, num_tokens: int) -> tuple[list[Prefix], list[int]]:
-        """The longest cached prefix. One token at least is left to compute, as in the engine."""
+        """The longest cached prefix of whole blocks that leaves a token to compute.
+
+        (The engine also uses the last full block of a prompt, and computes one token of it again.)
+        """
         prefixes: list[Prefix] = []
         blocks: list[int] = []
         if request.prefix_block_size is None:

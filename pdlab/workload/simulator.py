@@ -7,6 +7,8 @@ Simulated time, and only as good as these rules:
   known tokens and the step has prompt tokens left;
 - a step computes at most `prefill_tokens` prompt tokens, oldest request first; a request whose last
   prompt token is computed samples its first output token in the same step;
+- blocks can be found from the moment they are computed, also by a request admitted in the same step
+  (in the engine, from the next step on);
 - each later output token takes a step and one more slot: that of the token before it;
 - if there is no slot for it, the youngest running request gives everything back and waits, first in
   line, to compute its tokens again.

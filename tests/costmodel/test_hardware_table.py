@@ -62,6 +62,13 @@ def test_hardware_survives_a_round_trip() -> None:
         assert Hardware.from_dict(machine.to_dict()) == machine
 
 
+def test_every_gpu_says_how_fast_host_memory_is_reached() -> None:
+    for machine in TABLE.values():
+        if machine.kind == "gpu":
+            assert machine.link_bytes_s is not None
+            assert 1e9 < machine.link_bytes_s <= machine.bandwidth_bytes_s / 2
+
+
 def test_ceilings_must_be_positive() -> None:
     row = TABLE["a10"].to_dict()
     with pytest.raises(ValueError, match="bandwidth_bytes_s=0 is not above the limit 0"):

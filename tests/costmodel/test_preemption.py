@@ -11,7 +11,7 @@ from pdlab.costmodel.preemption import PCIE_BYTES_S
 from tests.helpers import TINY
 
 CPU = Hardware(
-    "slow", "cpu", {"fp32": 1e9}, 1e10, 0, "made up", measured=True, details={"copy_bytes_s": 4e9}
+    "slow", "cpu", {"fp32": 1e9}, 1e9, 0, "made up", measured=True, details={"copy_bytes_s": 4e9}
 )
 SIZES = {"weight_element_bytes": 4, "kv_element_bytes": 4}
 
@@ -38,7 +38,16 @@ def test_which_is_cheaper_depends_on_the_machine():
 def test_the_link_of_a_processor_is_half_its_copy_speed_and_of_a_gpu_its_bus():
     assert link_bytes_s(CPU) == 2e9
     assert link_bytes_s(replace(CPU, details={})) == CPU.bandwidth_bytes_s / 2
-    assert link_bytes_s(load_hardware()["h100-sxm"]) == PCIE_BYTES_S
+    h100 = load_hardware()["h100-sxm"]
+    assert link_bytes_s(h100) == 64e9
+    assert link_bytes_s(replace(h100, link_bytes_s=None)) == PCIE_BYTES_S
+
+
+def test_chunks_read_the_weights_again_and_blocks_behind_a_window_do_not_move():
+    whole = preemption_cost(TINY, 100, CPU, "fp32", **SIZES)
+    cut = preemption_cost(TINY, 100, CPU, "fp32", chunk_size=1, num_moved_tokens=32, **SIZES)
+    assert cut.recompute_s > 1.5 * whole.recompute_s
+    assert cut.swap_s == pytest.approx(whole.swap_s * 0.32)
 
 
 def test_nothing_to_bring_back_is_refused():

@@ -345,7 +345,9 @@ class Desk:
             assert part.start == part.num_cached_tokens >= said.computed
             uses = self.uses_cache(part.sequence_id)
             assert uses or part.num_cached_tokens == 0
-            self.num_queries += uses
+        if said.cached is None:
+            self.num_queries += self.uses_cache(part.sequence_id)
+            self.events["hit_tokens"] += part.num_cached_tokens
         said.on_host, said.found = False, 0
         said.cached = part.num_cached_tokens if said.cached is None else said.cached
         assert part.token_ids == known[part.start : part.end]
@@ -378,7 +380,6 @@ class Desk:
         """Cached tokens are as many as there were, at least one token less than are known."""
         for part in admitted:
             self.events["hits"] += part.num_cached_tokens > 0
-            self.events["hit_tokens"] += part.num_cached_tokens
             whole = part.num_tokens == 1 and part.sampled is not None
             self.events["whole_hits"] += whole and part.num_cached_tokens > 0
         undisturbed = self.manager.pool.num_evictions == before.evictions
@@ -387,11 +388,21 @@ class Desk:
         part, said = admitted[0], self.said(admitted[0].sequence_id)
         uses = self.uses_cache(part.sequence_id)
         tokens = said.known if part.sampled is None else said.known[:-1]
-        hashes, size, found = prefix_hashes(tokens), self.config.block_size, 0
-        while uses and found + size <= len(tokens) and hashes[found + size - 1] in before.known:
-            found += size
-        spared = min(found, len(tokens) - 1)
-        assert part.start == max(spared, before.on_host.get(part.sequence_id, 0))
+        size, on_host = self.config.block_size, before.on_host.get(part.sequence_id, 0)
+        ends = prefix_hashes(tokens)[size - 1 :: size] if uses else []
+        spared = 0
+        for count in range(1, len(ends) + 1):
+            reached = min(count * size, len(tokens) - 1)
+            needed = [i for i in range(count) if self.is_seen(i, max(reached, on_host))]
+            if all(ends[i] in before.known for i in needed):
+                spared = reached
+        assert part.start == max(spared, on_host)
+
+    def is_seen(self, block: int, position: int) -> bool:
+        """Whether the query at a position sees any token of a sequence's block."""
+        window, size = self.config.window, self.config.block_size
+        first, last = block * size, block * size + size - 1
+        return window is None or first < self.config.sink_tokens or last > position - window
 
     def check_remembered(self, record: StepRecord) -> None:
         """Blocks that this step made full can be found."""
@@ -445,7 +456,7 @@ class Desk:
 
     def check_bytes(self, record: StepRecord) -> None:
         """KV bytes, recounted slot by slot."""
-        cache, size, host = self.memory.cache, self.config.block_size, self.manager.host
+        cache, size = self.memory.cache, self.config.block_size
         slots = [
             (r.block_table[p // size], p % size)
             for r in record.residents
@@ -457,7 +468,11 @@ class Desk:
         assert record.kv_used_bytes == len(set(slots)) * slot_bytes
         assert record.kv_used_bytes + record.kv_wasted_bytes == len(blocks) * cache.block_bytes
         assert record.kv_shared_bytes == (len(slots) - len(set(slots))) * slot_bytes
-        assert record.kv_swapped_bytes == (host.num_blocks - host.num_free) * cache.block_bytes
+        on_host = {b for table in record.swapped.values() for b in table if b != DROPPED}
+        assert record.kv_swapped_bytes == len(on_host) * cache.block_bytes
+        others = [s for desk in self.desks if desk is not self for s in desk.sequences().values()]
+        theirs = {b for s in others for b in s.block_table if b != DROPPED}
+        assert record.blocks_of_others == sorted(theirs - blocks)
         starts = {part.sequence_id: part.start for part in record.sequences}
         for resident in record.residents:
             if resident.sequence_id in starts:

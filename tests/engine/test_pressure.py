@@ -106,10 +106,12 @@ def test_auto_without_host_memory_needs_no_measurements(monkeypatch):
         raise AssertionError("calibrated for nothing")
 
     monkeypatch.setattr("pdlab.engine.preemption.calibrate", never)
-    policy = PreemptionPolicy(random_model(), EngineConfig(), 4.0)
+    model = random_model()
+    cache = Engine(model).kv_cache
+    policy = PreemptionPolicy(model, EngineConfig(), cache)
     assert not policy(Sequence("r0", "r0", [1], SamplingParams(), 0))
     with pytest.raises(AssertionError, match="calibrated"):
-        PreemptionPolicy(random_model(), EngineConfig(num_swap_blocks=1), 4.0)
+        PreemptionPolicy(model, EngineConfig(num_swap_blocks=1), cache)
 
 
 @pytest.mark.parametrize(("watermark", "together"), [(0, 2), (0.25, 2), (0.375, 1), (1, 1)])

@@ -340,3 +340,23 @@ def test_swapped_blocks_come_back_with_scales_and_open_tokens(kv_format):
             elif young.block_table:
                 stored = engine.kv_cache.raw(young.block_table, young.num_computed_tokens)
         assert checked
+
+
+@pytest.mark.parametrize("kv_format", ["int4:channel", "int4:head", "int8:channel", "int4", "int8"])
+def test_a_prompt_of_full_blocks_asked_for_again_and_again_keeps_its_bytes(kv_format):
+    """Rewriting the last token of a block that shares a scale would round the others once more."""
+    config = EngineConfig(block_size=4, num_blocks=16, kv_format=kv_format)
+    with Engine(random_model(), config) as engine:
+        seen = []
+        for _ in range(20):
+            request_id = engine.submit(
+                random_prompt(8), SamplingParams(max_tokens=2, ignore_eos=True)
+            )
+            engine.step()
+            [sample] = engine.requests[request_id].samples
+            seen.append(engine.kv_cache.raw(sample.sequence.block_table, 8))
+            engine.abort(request_id)
+        spared = sample.metrics.num_cached_tokens
+    assert spared == (4 if kv_format.endswith(("channel", "head")) else 7)
+    for again in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], again, strict=True))

@@ -50,7 +50,9 @@ def compute(kv: KVManager, text: Text, num_tokens: int) -> list[int]:
 
 def begin(kv: KVManager, text: Text, num_tokens: int | None = None) -> int:
     """Admit a sequence and compute it, or its next tokens; returns its cached tokens."""
-    cached = kv.start(text, kv.look_up(text))
+    hits = kv.look_up(text)
+    kv.count(text, hits)
+    cached = kv.start(text, hits)
     left = len(text.token_ids) - text.num_computed_tokens
     compute(kv, text, left if num_tokens is None else num_tokens)
     return cached

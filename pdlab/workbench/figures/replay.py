@@ -12,7 +12,6 @@ from pdlab.workbench.palette import MEANING, MEMORY, THEME, UNKNOWN, text_on
 FRAGMENTS: dict[str, tuple[str, str]] = {
     "used": ("holds a token", MEMORY["used"]),
     "reserved": ("reserved for tokens to come", MEANING["waiting"]),
-    "rounding": ("rounding: never written", MEMORY["wasted"]),
     "internal": ("internal: never written", MEMORY["wasted"]),
     "external": ("external: holes too small", MEANING["preempted"]),
     "free": ("free", THEME["light"].free),
@@ -79,7 +78,8 @@ def _fragmentation_title(results: Sequence[tuple[str, Mapping[str, float]]]) -> 
 
 
 def _useful(fractions: Mapping[str, float]) -> float:
-    taken = 1 - fractions.get("free", 0.0)
+    """Of the slots that belong to somebody; holes between them belong to nobody."""
+    taken = 1 - fractions.get("free", 0.0) - fractions.get("external", 0.0)
     return fractions.get("used", 0.0) / taken if taken > 0 else 0.0
 
 

@@ -11,7 +11,7 @@ from pdlab.engine.scheduler import ScheduledBatch
 from pdlab.kvcache import PagedKVCache
 
 
-class Scale:
+class AttentionMass:
     """Adds up the attention weights that a step puts on each block, over layers, heads and queries.
 
     Zhang et al. 2023, "H2O: Heavy-Hitter Oracle", section 4: a token's score is the sum of the
