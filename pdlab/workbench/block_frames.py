@@ -17,7 +17,8 @@ def block_frames(trace: Trace, most: int | None = None) -> list[Frame]:
 
     `tables` and `host` list sequences in the order of the record, each with its block table and
     the tokens that have K and V; `hits` are the logical blocks [first, after the last) that came
-    from the prefix cache; `new` the physical blocks taken or written by a copy in this step.
+    from the prefix cache; `others` the physical blocks that only other engines hold; `new` those
+    taken or written by a copy in this step.
     """
     steps = trace.steps[:most]
     size = trace.engine["block_size"]
@@ -40,6 +41,7 @@ def block_frames(trace: Trace, most: int | None = None) -> list[Frame]:
                 ],
                 "waiting": [name for name in record.waiting if name not in record.swapped],
                 "cached": cached_free_blocks(record),
+                "others": record.blocks_of_others,
                 "evict_first": record.cached_blocks[:1],
                 "num_cached": len(record.cached_blocks),
                 "num_free": record.num_free_blocks,

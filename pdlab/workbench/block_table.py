@@ -9,7 +9,7 @@ import traitlets
 from pdlab.trace.records import DROPPED
 from pdlab.trace.trace import Trace
 from pdlab.workbench.block_frames import block_frames
-from pdlab.workbench.memory_data import num_host_blocks
+from pdlab.workbench.memory_data import num_host_blocks, shares_memory
 from pdlab.workbench.sequences import sequence_index
 from pdlab.workbench.widget import TraceWidget, machine_line
 
@@ -52,6 +52,7 @@ class BlockTableView(TraceWidget):
                 "block_size": engine["block_size"],
                 "num_blocks": engine["num_blocks"],
                 "num_host_blocks": num_host_blocks(trace),
+                "shares_memory": shares_memory(trace),
                 "machine": machine_line(trace),
                 "cut": max(0, len(trace.steps) - MAX_FRAMES),
             },
@@ -67,10 +68,12 @@ class BlockTableView(TraceWidget):
 
     def summary(self) -> str:
         frame = self.frame
+        others = len(frame["others"])
+        more = f", {others} more by other engines" if others else ""
         held = {b for t in frame["tables"] for b in t["blocks"]} - {DROPPED}
         return (
             f"Block tables, engine step {frame['step']}: {len(held)} of "
-            f"{self.header['num_blocks']} blocks are held. {' '.join(frame['events'])}"
+            f"{self.header['num_blocks']} blocks are held{more}. {' '.join(frame['events'])}"
         )
 
     @traitlets.validate("step")

@@ -25,14 +25,17 @@ class Owner(NamedTuple):
 class Ledger(NamedTuple):
     """Where the bytes are at one step.
 
-    `used`, `wasted`, `cached` and `free` add up to the KV pool; `swapped` and `host_free` to the
-    host pool. `shared` is what the pool would hold beside that if nothing were shared, and
-    `activations` the step's peak, or None where nobody measured it.
+    `used`, `wasted`, `others`, `cached` and `free` add up to the KV pool; `swapped` and `host_free`
+    to the host pool. `others` are blocks that only other engines on the same memory hold; what
+    those have in host memory no record says, and it counts as `host_free`. `shared` is what the
+    pool would hold beside that if nothing were shared, and `activations` the step's peak, or None
+    where nobody measured it.
     """
 
     weights: int
     used: int
     wasted: int
+    others: int
     cached: int
     free: int
     open: int
@@ -43,7 +46,7 @@ class Ledger(NamedTuple):
 
     @property
     def pool(self) -> int:
-        return self.used + self.wasted + self.cached + self.free
+        return self.used + self.wasted + self.others + self.cached + self.free
 
     @property
     def host(self) -> int:
@@ -63,6 +66,11 @@ def kv_capacity_bytes(trace: Trace) -> int:
 def num_host_blocks(trace: Trace) -> int:
     """Blocks of the pool in host memory."""
     return int(trace.engine.get("num_swap_blocks", 0))
+
+
+def shares_memory(trace: Trace) -> bool:
+    """Whether other engines held blocks of this trace's pool at any step."""
+    return any(record.blocks_of_others for record in trace.steps)
 
 
 def block_owners(trace: Trace, record: StepRecord) -> dict[int, list[Owner]]:
@@ -99,13 +107,15 @@ def cached_free_blocks(record: StepRecord) -> list[int]:
 def ledger(trace: Trace, record: StepRecord) -> Ledger:
     """The bytes of one step."""
     cached = len(cached_free_blocks(record)) * block_bytes(trace)
+    others = len(record.blocks_of_others) * block_bytes(trace)
     taken = record.kv_used_bytes + record.kv_wasted_bytes
     return Ledger(
         weights=int(trace.model.get("weight_bytes", 0)),
         used=record.kv_used_bytes,
         wasted=record.kv_wasted_bytes,
+        others=others,
         cached=cached,
-        free=kv_capacity_bytes(trace) - taken - cached,
+        free=kv_capacity_bytes(trace) - taken - others - cached,
         open=int(trace.engine.get("kv_open_bytes", 0)),
         swapped=record.kv_swapped_bytes,
         host_free=num_host_blocks(trace) * block_bytes(trace) - record.kv_swapped_bytes,

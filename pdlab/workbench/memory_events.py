@@ -114,6 +114,8 @@ def _copies(record: StepRecord, before: Tables) -> Iterator[str]:
             others = [name for name in holders if name != move.sequence_id]
             users = holders if move.sequence_id in holders else [*holders, move.sequence_id]
             state = f"was shared by {_list(users)}" if others else "keeps a prefix for others"
+            if move.source in record.blocks_of_others:
+                state = "is also held by another engine"
             yield (
                 f"Block {move.source} {state}; {move.sequence_id} wrote: "
                 f"copied to block {move.target}."

@@ -8,7 +8,7 @@ import traitlets
 
 from pdlab.trace.records import StepRecord
 from pdlab.trace.trace import Trace
-from pdlab.workbench.memory_data import Ledger, block_bytes, ledger
+from pdlab.workbench.memory_data import Ledger, block_bytes, ledger, shares_memory
 from pdlab.workbench.widget import TraceWidget, machine_line
 
 MAX_FRAMES = 2000
@@ -49,6 +49,7 @@ class MemoryLedger(TraceWidget):
                 "block_bytes": block_bytes(trace),
                 "num_blocks": trace.engine["num_blocks"],
                 "dtype": trace.model.get("dtype", ""),
+                "shares_memory": shares_memory(trace),
                 "machine": machine_line(trace),
                 "cut": max(0, len(trace.steps) - MAX_FRAMES),
             },
@@ -87,7 +88,7 @@ def _caption(record: StepRecord, book: Ledger) -> tuple[str, str]:
     """What this step's ledger says, and what stands beside it."""
     taken = book.used + book.wasted
     if not taken:
-        return "No sequence holds a block", _beside(book)
+        return f"No sequence{' of this engine' * bool(book.others)} holds a block", _beside(book)
     count = len(record.residents)
     title = (
         f"{count} sequence{'s' * (count > 1)} hold{'s' * (count == 1)} {taken / book.pool:.0%} of "
@@ -101,6 +102,8 @@ def _beside(book: Ledger) -> str:
     if book.shared:
         unshared = book.used + book.shared
         parts.append(f"Sharing saves {book.shared / unshared:.0%} of the KV that sequences see.")
+    if book.others:
+        parts.append(f"Other engines hold {book.others / book.pool:.0%} of the pool.")
     if book.cached:
         parts.append(f"{book.cached / book.pool:.0%} of the pool is free but keeps prefixes.")
     if book.swapped:

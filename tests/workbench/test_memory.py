@@ -68,7 +68,7 @@ def test_memory_ledger_sends_the_ledger_of_every_step(moves: Trace) -> None:
         assert {k: frame[k] for k in ledger(moves, record)._fields} == ledger(
             moves, record
         )._asdict()
-        parts = ("used", "wasted", "cached", "free")
+        parts = ("used", "wasted", "others", "cached", "free")
         assert sum(frame[k] for k in parts) == widget.header["pool"] == POOL * SIZE * KV_BYTES
         assert frame["swapped"] + frame["host_free"] == widget.header["host"]
         assert frame["activations_total"] == record.activation_total_bytes

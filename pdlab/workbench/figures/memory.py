@@ -15,9 +15,10 @@ from pdlab.workbench.memory_data import (
     cached_free_blocks,
     kv_capacity_bytes,
     ledger,
+    shares_memory,
 )
 from pdlab.workbench.memory_events import name_blocks
-from pdlab.workbench.palette import MEMORY, THEME, sequence_color
+from pdlab.workbench.palette import MEMORY, THEME, UNKNOWN, sequence_color
 from pdlab.workbench.sequences import sequence_ids
 
 MAX_BLOCKS = 1024
@@ -25,13 +26,18 @@ MAX_BLOCKS = 1024
 FREE = THEME["light"].free
 HATCH = {"shape": "/", "fgcolor": MEMORY["used"], "bgcolor": FREE, "size": 7, "solidity": 0.35}
 """Free blocks that keep a cached prefix, as in the widgets."""
+CROSS = {"shape": "x", "fgcolor": INK.muted, "bgcolor": FREE, "size": 7, "solidity": 0.3}
+"""Blocks that only other engines hold, as in the widgets."""
+OTHERS_Z, FREE_Z = -2, -1
+"""Values of blocks that no sequence of the trace holds, in the grid's heatmap."""
 
 
 def kv_occupancy(trace: Trace) -> go.Figure:
     """The KV pool's bytes at each step, stacked up to its size (MB, 10^6).
 
-    Used, wasted (taken but empty) and free, and where there are any: free blocks that keep a cached
-    prefix, what sequences would hold without sharing (dashed), bytes swapped to the host (line).
+    Used, wasted (taken but empty) and free, and where there are any: blocks of other engines on the
+    same memory, free blocks that keep a cached prefix, what sequences would hold without sharing
+    (dashed), bytes swapped to the host (line).
     """
     books = [ledger(trace, record) for record in trace.steps]
     steps = [r.step for r in trace.steps]
@@ -66,12 +72,11 @@ def _parts(books: list[Ledger]) -> list[tuple[str, list[int], dict]]:
             [b.wasted for b in books],
             {"color": MEMORY["wasted"]},
         ),
+        ("other engines", [b.others for b in books], {"pattern": CROSS}),
+        ("cached: free, keeps a prefix", [b.cached for b in books], {"pattern": HATCH}),
         ("free", [b.free for b in books], {"color": FREE}),
     ]
-    if any(b.cached for b in books):
-        kept = [b.cached for b in books]
-        parts.insert(2, ("cached: free, keeps a prefix", kept, {"pattern": HATCH}))
-    return parts
+    return [part for part in parts if "pattern" not in part[2] or any(part[1])]
 
 
 def _add_line(
@@ -93,9 +98,14 @@ def _occupancy_title(trace: Trace) -> str:
         return "No step was recorded"
     taken = fullest.kv_used_bytes + fullest.kv_wasted_bytes
     wasted = fullest.kv_wasted_bytes / taken if taken else 0
+    share = taken / kv_capacity_bytes(trace)
+    when = f"At its fullest (step {fullest.step}), "
+    if not shares_memory(trace):
+        return f"{when}{share:.0%} of the pool is taken, and {wasted:.0%} of that is empty slots"
+    others = len(fullest.blocks_of_others) / trace.engine["num_blocks"]
     return (
-        f"At its fullest (step {fullest.step}), {taken / kv_capacity_bytes(trace):.0%} of the pool "
-        f"is taken, and {wasted:.0%} of that is empty slots"
+        f"{when}this engine holds {share:.0%} of the pool ({wasted:.0%} of that is empty slots), "
+        f"other engines {others:.0%}"
     )
 
 
@@ -103,8 +113,9 @@ def block_grid(trace: Trace, step: int, columns: int = 16) -> go.Figure:
     """Every physical block at one step, coloured by its owner, with the number of filled slots.
 
     A block shared by several sequences takes the colour of the first, with a dot in the colour of
-    each other one; a free block that keeps a cached prefix bears a green cross. What was swapped or
-    dropped has no block here; the subtitle counts it.
+    each other one; a free block that keeps a cached prefix bears a green cross, one that only other
+    engines hold is dark grey with a grid. What was swapped or dropped has no block here; the
+    subtitle counts it.
 
     Raises:
         ValueError: the trace has no such step.
@@ -113,24 +124,23 @@ def block_grid(trace: Trace, step: int, columns: int = 16) -> go.Figure:
     count = min(trace.engine["num_blocks"], MAX_BLOCKS)
     owners = block_owners(trace, record)
     sequences = sequence_ids(trace)
-    figure = go.Figure(_grid(owners, set(cached_free_blocks(record)), sequences, count, columns))
+    figure = go.Figure(_grid(record, owners, sequences, count, columns))
     for index, name in enumerate(sequences):
         if any(o.sequence_id == name for users in owners.values() for o in users):
             _add_owner(figure, name, sequence_color(index), owners, count, columns)
-    kept = [b for b in cached_free_blocks(record) if b < count]
-    if kept:
-        figure.add_scatter(
-            x=[b % columns for b in kept],
-            y=[b // columns for b in kept],
-            name="free, keeps a prefix",
-            mode="markers",
-            marker={"symbol": "x", "size": 13, "color": MEMORY["used"]},
-            hoverinfo="skip",
-        )
+    marks = (
+        ("free, keeps a prefix", cached_free_blocks(record), "x", MEMORY["used"]),
+        ("held by another engine", record.blocks_of_others, "hash-open", INK.muted),
+    )
+    for name, blocks, symbol, color in marks:
+        if shown := [b for b in blocks if b < count]:
+            _add_marks(figure, name, shown, symbol, color, columns)
     rows = -(-count // columns)
     figure.update_yaxes(autorange="reversed", visible=False)
     figure.update_xaxes(visible=False)
     title = f"Step {step}: {len(owners)} of {trace.engine['num_blocks']} KV blocks are taken"
+    if record.blocks_of_others:
+        title += f", {len(record.blocks_of_others)} more by other engines"
     size = trace.engine["block_size"]
     source = "; ".join(
         [f"the number in a block: filled slots of {size}", *_elsewhere(record), recorded_on(trace)]
@@ -140,19 +150,21 @@ def block_grid(trace: Trace, step: int, columns: int = 16) -> go.Figure:
 
 
 def _grid(
+    record: StepRecord,
     owners: dict[int, list[Owner]],
-    kept: set[int],
     sequences: list[str],
     count: int,
     columns: int,
 ) -> go.Heatmap:
-    """The blocks as a heatmap whose values are the number of the first owner, or -1."""
+    """The blocks as a heatmap whose values are numbers of first owners, FREE_Z or OTHERS_Z."""
+    kept, others = set(cached_free_blocks(record)), set(record.blocks_of_others)
     first = {b: min(sequences.index(o.sequence_id) for o in users) for b, users in owners.items()}
     fills = {b: str(max(o.filled for o in users)) for b, users in owners.items()}
     padding = -count % columns
-    shown: list = [first.get(b, -1) for b in range(count)] + [None] * padding
+    first |= dict.fromkeys(others, OTHERS_Z)
+    shown: list = [first.get(b, FREE_Z) for b in range(count)] + [None] * padding
     texts = [fills.get(b, "") for b in range(count)] + [""] * padding
-    hovers = [_hover(b, owners.get(b, []), b in kept) for b in range(count)] + [""] * padding
+    hovers = [_hover(b, owners.get(b, []), kept, others) for b in range(count)] + [""] * padding
     return go.Heatmap(
         z=_rows(shown, columns),
         text=_rows(texts, columns) if count <= 256 else None,
@@ -161,7 +173,7 @@ def _grid(
         textfont={"size": 14},
         hovertemplate="%{customdata}<extra></extra>",
         colorscale=_owner_scale(len(sequences)),
-        zmin=-1.5,
+        zmin=OTHERS_Z - 0.5,
         zmax=len(sequences) - 0.5,
         showscale=False,
         xgap=3,
@@ -198,6 +210,20 @@ def _add_owner(
     )
 
 
+def _add_marks(
+    figure: go.Figure, name: str, blocks: list[int], symbol: str, color: str, columns: int
+) -> None:
+    """A symbol in each of these blocks, and its legend entry."""
+    figure.add_scatter(
+        x=[b % columns for b in blocks],
+        y=[b // columns for b in blocks],
+        name=name,
+        mode="markers",
+        marker={"symbol": symbol, "size": 13, "color": color},
+        hoverinfo="skip",
+    )
+
+
 def _uses(users: list[Owner], name: str) -> bool:
     return any(o.sequence_id == name for o in users)
 
@@ -214,9 +240,11 @@ def _elsewhere(record: StepRecord) -> list[str]:
     return notes
 
 
-def _hover(block: int, users: list[Owner], kept: bool) -> str:
+def _hover(block: int, users: list[Owner], kept: set[int], others: set[int]) -> str:
+    if block in others:
+        return f"block {block}: held by another engine"
     if not users:
-        return f"block {block}: free{', keeps a cached prefix' if kept else ''}"
+        return f"block {block}: free{', keeps a cached prefix' * (block in kept)}"
     names = " and ".join(o.sequence_id for o in users)
     return f"block {block}: sequence {names}, {max(o.filled for o in users)} slots filled"
 
@@ -226,8 +254,8 @@ def _rows(values: list, columns: int) -> list[list]:
 
 
 def _owner_scale(num_sequences: int) -> list[tuple[float, str]]:
-    """A colour scale of flat steps: free, then one colour a sequence."""
-    colors = [FREE, *(sequence_color(i) for i in range(num_sequences))]
+    """A colour scale of flat steps: other engines, free, then one colour a sequence."""
+    colors = [UNKNOWN, FREE, *(sequence_color(i) for i in range(num_sequences))]
     width = 1 / len(colors)
     edges = ((i * width, (i + 1) * width, color) for i, color in enumerate(colors))
     return [(edge, color) for low, high, color in edges for edge in (low, min(1.0, high))]

@@ -205,12 +205,12 @@ class BlockTable {
 
   drawPool(frame) {
     const { num_blocks: total } = this.header;
-    const [cached, fresh] = [new Set(frame.cached), new Set(frame.new)];
+    const [cached, fresh, others] = [frame.cached, frame.new, frame.others].map((blocks) => new Set(blocks));
     const count = Math.min(total, MAX_CELLS);
     const label = this.layout(this.pool, count, POOL_HEIGHT);
     clear(this.pool, ...Array.from({ length: count }, (_, block) => {
       const users = this.owners.pool.get(block) ?? [];
-      const kind = users.length ? null : cached.has(block) ? "cached" : "free";
+      const kind = users.length ? null : others.has(block) ? "others" : cached.has(block) ? "cached" : "free";
       return this.cell(block, users, { kind, fresh: fresh.has(block), label });
     }));
     if (count < total) this.pool.append(h("div.pd-hint", { style: "grid-column:1/-1" }, [`${total - count} more blocks are not drawn`]));
@@ -257,6 +257,7 @@ class BlockTable {
     const cells = [
       entry("background:var(--pd-wasted)", "taken, still empty"), entry("background:var(--pd-free)", "free"),
       frame.cached.length ? entry("background:repeating-linear-gradient(135deg,var(--pd-cached) 0 2px,var(--pd-free) 2px 4px)", "free, prefix kept") : null,
+      frame.others.length ? h("span", {}, [h("i.pd-swatch.pd-bt-cross"), "held by another engine"]) : null,
       frame.tables.some((t) => t.hits[1]) ? entry("background:var(--pd-cached);height:5px", "from the prefix cache") : null,
       frame.new.length ? entry("box-shadow:inset 0 0 0 2px var(--pd-text)", "new in this step") : null,
       frame.tables.some((t) => t.blocks.includes(DROPPED)) ? entry("border:1.5px dashed var(--pd-muted)", "given back") : null,
@@ -295,6 +296,8 @@ class BlockTable {
     const users = this.owners[place].get(block) ?? [];
     const name = place === "host" ? `host block ${block}` : `physical block ${block}`;
     const slots = `slots ${span(block * size, size)}`;
+    if (cell.dataset.kind === "others") return `${capital(name)}: held by another engine; ${slots}.`;
+    if (place === "host" && !users.length && this.header.shares_memory) return `${capital(name)}: free, or another engine's; ${slots}.`;
     if (!users.length) return `${capital(name)}: free${cell.dataset.kind === "cached" ? ", but its prefix can still be found" : ""}; ${slots}.`;
     const first = users.find((u) => u.id === cell.dataset.id) ?? users[0];
     const others = users.filter((u) => u !== first).map((u) => u.id);

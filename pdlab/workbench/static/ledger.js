@@ -3,9 +3,11 @@
 const PARTS = [
   ["used", "KV used", "mem-used"],
   ["wasted", "KV wasted: still empty", "mem-wasted"],
+  ["others", "KV of other engines", null],
   ["cached", "KV cached: prefix kept", null],
   ["free", "KV free", "free"],
 ];
+const TEXTURE = { cached: "pd-hatch", others: "pd-cross" };
 const BOX = { left: 62, right: 12, top: 20, height: 204, host: 56, gap: 28, bottom: 26 };
 
 function render({ model, el }) {
@@ -18,7 +20,7 @@ function render({ model, el }) {
 class Ledger {
   constructor(model) {
     this.model = model;
-    this.hatch = uniqueId("hatch");
+    this.patterns = { cached: uniqueId("hatch"), others: uniqueId("cross") };
     this.build();
     this.stop = listen(model, {
       "change:frames": () => this.reload(),
@@ -60,6 +62,7 @@ class Ledger {
   reload() {
     this.frames = this.model.get("frames");
     this.header = this.model.get("header");
+    this.parts = PARTS.filter(([key]) => key !== "others" || this.header.shares_memory);
     this.transport.setBars(this.frames.map(() => ({ height: 0, color: "free" })), "");
     const { machine, cut, block_bytes: bytes, num_blocks: blocks } = this.header;
     clear(this.foot, provenanceTag("recorded"), h("span", {}, [`on ${machine}; ${blocks} blocks of ${quantity(bytes, "B")}; bytes counted from the tensors`]),
@@ -106,7 +109,7 @@ class Ledger {
     const limit = `<line class="pd-lg-limit" x1="${BOX.left}" x2="${a.width - BOX.right}" y1="${a.y(this.header.pool)}" y2="${a.y(this.header.pool)}"/>`;
     const label = `<text class="pd-strong" x="${a.width - BOX.right}" y="${a.y(this.header.pool) - 6}" text-anchor="end">KV pool ${quantity(this.header.pool, "B")}</text>`;
     const about = `KV pool over ${this.frames.length} steps; ${this.frames[this.index].title}`;
-    this.chart.innerHTML = `<svg viewBox="0 0 ${a.width} ${a.bottom + BOX.bottom}" role="img" aria-label="${about}">${pattern(this.hatch)}${ticks(a)}${this.areas(a)}${limit}${label}${this.unshared(a)}${this.hostArea(a)}${this.cursor(a)}</svg>`;
+    this.chart.innerHTML = `<svg viewBox="0 0 ${a.width} ${a.bottom + BOX.bottom}" role="img" aria-label="${about}">${definitions(this.patterns)}${ticks(a)}${this.areas(a)}${limit}${label}${this.unshared(a)}${this.hostArea(a)}${this.cursor(a)}</svg>`;
     if (!this.frames.some((f) => f.shared)) return;
     const dashes = h("i", { style: "width:18px;border-top:2px dashed var(--pd-text)" });
     this.chart.append(h("div.pd-legend", {}, [h("span", {}, [dashes, "what sequences would hold without sharing"])]));
@@ -114,10 +117,10 @@ class Ledger {
 
   areas(a) {
     const base = this.frames.map(() => 0);
-    return PARTS.map(([key, , color]) => {
+    return this.parts.map(([key, , color]) => {
       const low = [...base];
       this.frames.forEach((f, i) => (base[i] += f[key]));
-      const fill = color ? `var(--pd-${color})` : `url(#${this.hatch})`;
+      const fill = color ? `var(--pd-${color})` : `url(#${this.patterns[key]})`;
       return `<path data-part="${key}" d="${stairs(low, base, a.x, a.y)}" fill="${fill}"/>`;
     }).join("");
   }
@@ -152,10 +155,10 @@ class Ledger {
 
   drawTable(frame) {
     const { pool, host, weights, open, dtype } = this.header;
-    const rows = [["head", "KV pool", pool, null], ...PARTS.map(([key, name, color]) => [swatch(color), name, frame[key], frame[key] / pool])];
+    const rows = [["head", "KV pool", pool, null], ...this.parts.map(([key, name, color]) => [swatch(color, key), name, frame[key], frame[key] / pool])];
     if (host) {
       rows.push(["head", "Host memory", host, null], [swatch("mem-swapped"), "swapped blocks", frame.swapped, frame.swapped / host],
-        [swatch("free"), "free", frame.host_free, frame.host_free / host]);
+        [swatch("free"), this.header.shares_memory ? "free, or another engine's" : "free", frame.host_free, frame.host_free / host]);
     }
     rows.push(["head", "Beside the pools", null, null], [swatch("mem-weights"), `weights, ${dtype}`, weights, null]);
     if (open) rows.push([swatch("mem-open"), "open blocks, unquantized", open, null]);
@@ -173,7 +176,7 @@ class Ledger {
   }
 
   drawBar(frame) {
-    const parts = [["weights", "weights", this.header.weights, "mem-weights"], ...PARTS.map(([key, name, color]) => [key, name.split(":")[0], frame[key], color]),
+    const parts = [["weights", "weights", this.header.weights, "mem-weights"], ...this.parts.map(([key, name, color]) => [key, name.split(":")[0], frame[key], color]),
       ["open", "open blocks", this.header.open, "mem-open"], ["activations", "activations", frame.activations ?? 0, "mem-activations"]].filter(([, , bytes]) => bytes);
     const total = parts.reduce((sum, [, , bytes]) => sum + bytes, 0);
     clear(this.bar, ...parts.map(([key, name, bytes, color]) => {
@@ -181,14 +184,18 @@ class Ledger {
       const room = share * (this.bar.clientWidth || 880) > 110 && color;
       const text = room ? `${name} ${(share * 100).toFixed(0)} %` : "";
       const style = `width:${share * 100}%;${color ? `background:var(--pd-${color});` : ""}color:${key === "free" ? "var(--pd-text)" : key === "used" ? "#FFFFFF" : "#1B1F24"}`;
-      return h(color ? "span" : "span.pd-hatch", { style, title: `${name}: ${quantity(bytes, "B")}` }, [text]);
+      return h(color ? "span" : `span.${TEXTURE[key]}`, { style, title: `${name}: ${quantity(bytes, "B")}` }, [text]);
     }));
     this.bar.setAttribute("aria-label", parts.map(([, name, bytes]) => `${name} ${quantity(bytes, "B")}`).join(", "));
     clear(this.barLegend, `${quantity(total, "B")} in all: ${parts.map(([, name, bytes]) => `${name} ${quantity(bytes, "B")}`).join(", ")}`);
   }
 }
 
-const pattern = (id) => `<defs><pattern id="${id}" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="7" height="7" fill="var(--pd-free)"/><rect width="2.4" height="7" fill="var(--pd-mem-used)"/></pattern></defs>`;
+const pattern = (id, ink) => `<pattern id="${id}" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="7" height="7" fill="var(--pd-free)"/>${ink}</pattern>`;
+const definitions = ({ cached, others }) => {
+  const stripe = '<rect width="2.4" height="7" fill="var(--pd-mem-used)"/>';
+  return `<defs>${pattern(cached, stripe)}${pattern(others, '<path d="M0 0H7M0 0V7" stroke="var(--pd-muted)" stroke-width="2.4"/>')}</defs>`;
+};
 
 /** The area between two step functions: one level for each step. */
 function stairs(low, high, x, y) {
@@ -209,8 +216,8 @@ function niceStep(value) {
   return [1, 2, 5, 10].map((m) => m * decade).find((s) => s >= value);
 }
 
-function swatch(color) {
-  return color ? h("i.pd-swatch", { style: `background:var(--pd-${color})` }) : h("i.pd-swatch.pd-hatch");
+function swatch(color, key) {
+  return color ? h("i.pd-swatch", { style: `background:var(--pd-${color})` }) : h(`i.pd-swatch.${TEXTURE[key]}`);
 }
 
 export default { render };
