@@ -124,6 +124,15 @@ def test_fragmentation_bars_are_the_fractions() -> None:
     assert title == "Paged: 96.9% of the taken memory holds tokens; reserve max: 22.2%"
 
 
+def test_title_of_fragmentation_names_paging_where_another_is_fuller() -> None:
+    grown = ("grow by copying", {"used": 0.997, "internal": 0.003})
+    title = figures.fragmentation([*FRACTIONS, grown]).layout.title.text.replace("<br>", " ")
+    assert title == "Paged: 96.9% of the taken memory holds tokens; reserve max: 22.2%"
+    title = figures.fragmentation([FRACTIONS[1], grown]).layout.title.text.replace("<br>", " ")
+    assert title.startswith("Grow by copying: 99.7% ")
+    assert ";" not in figures.fragmentation(FRACTIONS[:1]).layout.title.text
+
+
 def test_fragmentation_refuses_what_does_not_add_up() -> None:
     with pytest.raises(ValueError, match=r"fractions of 'paged' add up to 0.9, not 1"):
         figures.fragmentation([("paged", {"used": 0.9})])
@@ -139,6 +148,17 @@ def test_hit_rate_rises_to_the_infinite_cache() -> None:
     assert list(parts["infinite cache"].y) == pytest.approx([36.6, 36.6])
     with pytest.raises(ValueError, match="points is empty"):
         figures.hit_rate_by_blocks([])
+
+
+def test_hit_rate_has_ticks_at_its_points() -> None:
+    def ticks(*blocks: int | None) -> list[str]:
+        axis = figures.hit_rate_by_blocks([(n, 0.1) for n in blocks]).layout.xaxis
+        assert [f"{n:,}" for n in axis.tickvals] == list(axis.ticktext)
+        return list(axis.ticktext)
+
+    assert ticks(250, 500, 1000, 2000, 4000) == ["250", "500", "1,000", "2,000", "4,000"]
+    assert ticks(10, 3900, 4000, 10**5) == ["10", "4,000", "100,000"]  # 3,900 is too close
+    assert (ticks(7, None), ticks(None)) == (["7"], [])
 
 
 def test_attention_heatmap_shows_the_captured_weights(recorded: Trace) -> None:
