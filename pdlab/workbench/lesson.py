@@ -249,7 +249,8 @@ def _show_card(rows: list[tuple[str, str]], verdict: str, note: str, color: str)
         f"<b>{html.escape(value)}</b></span>"
         for name, value in rows
     )
-    tail = "".join(f"<div>{html.escape(t)}</div>" for t in (verdict, note) if t)
+    remarks = [text for text in (verdict, note) if text]
+    tail = "".join(f"<div>{html.escape(text)}</div>" for text in remarks)
     body = f"<div style='{CARD.format(color=color)}'>{cells}{tail}</div>"
-    plain = "; ".join([*(f"{name}: {value}" for name, value in rows), verdict, note])
-    display({"text/html": body, "text/plain": plain.strip("; ")}, raw=True)
+    plain = "; ".join([*(f"{name}: {value}" for name, value in rows), *remarks])
+    display({"text/html": body, "text/plain": plain}, raw=True)

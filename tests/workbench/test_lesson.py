@@ -110,6 +110,8 @@ def test_compare_works_without_a_prediction(shown: list) -> None:
         "your prediction: no prediction recorded: answer above, then run this cell again; "
         "recorded: 0.0123 s"
     )
+    Predictions().compare("ttft", 3, note="Longer prompts take longer.")
+    assert shown[1]["text/plain"].endswith("cell again; measured: 3; Longer prompts take longer.")
 
 
 def test_a_word_is_no_number() -> None:
