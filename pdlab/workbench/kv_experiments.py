@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import linear_regression, median
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,15 @@ from pdlab.workbench.experiments import BLOCK_SIZE, median_ttft_s, prefill_sweep
 from pdlab.workbench.lesson import progress
 from pdlab.workload.cache_replay import replay_cache
 from pdlab.workload.traces import TraceRequest
+
+T = TypeVar("T")
+
+
+def under_bar(label: str, job: Callable[[], T]) -> T:
+    """Do one long job that has no loop to watch, with a progress bar while it lasts."""
+    [result] = [job() for _ in progress([label], label)]
+    return result
+
 
 # --- what grows how ------------------------------------------------------------------------------
 
@@ -200,7 +209,10 @@ def bring_back(model: Model, lengths: Sequence[int], repeats: int = 3) -> list[B
     Medians of `repeats`.
     """
     sweep = prefill_sweep(model, lengths, repeats=repeats)
-    return [BringBack(n, median_ttft_s(sweep, n), _swap_s(model, n, repeats)) for n in lengths]
+    return [
+        BringBack(n, median_ttft_s(sweep, n), _swap_s(model, n, repeats))
+        for n in progress(lengths, "swap")
+    ]
 
 
 def _swap_s(model: Model, num_tokens: int, repeats: int) -> float:
@@ -246,11 +258,30 @@ def hit_rate_points(
     return points
 
 
+def turn_gaps_s(requests: Sequence[TraceRequest]) -> list[float]:
+    """Seconds since the last use of the longest prefix a request repeats, for those that do.
+
+    The first block is no repeated turn: behind a system prompt, all requests have it in common.
+    """
+    last_s: dict[int, float] = {}
+    gaps = []
+    for request in requests:
+        known = [prefix for prefix in request.prefix_ids[1:] if prefix in last_s]
+        if known:
+            gaps.append(request.arrival_s - last_s[known[-1]])
+        last_s |= dict.fromkeys(request.prefix_ids, request.arrival_s)
+    return gaps
+
+
 class Saving(NamedTuple):
-    """Mean bytes of KV memory that requests take, with one more knob turned than the one before."""
+    """Bytes of KV memory that requests take, with one more knob turned than the one before.
+
+    `num_bytes` is the mean over time, `needed_bytes` the memory that would have been enough.
+    """
 
     label: str
     num_bytes: float
+    needed_bytes: float
 
 
 def savings(
@@ -264,18 +295,34 @@ def savings(
 
     Slots are simulated; bytes of a slot are read off real tensors, scales included.
     """
-    results = replay_cache(requests, num_blocks=None, block_size=block_size)
-    slots = {result.policy: result.taken_slots for result in results}
+    replays = under_bar(
+        "replay", lambda: replay_cache(requests, num_blocks=None, block_size=block_size)
+    )
+    results = {result.policy: result for result in replays}
     first, *others = (
         PagedKVCache(config, 1, block_size, name, max_open_blocks=1).bytes_per_token
         for name in kv_formats
     )
-    return [
-        Saving("reserve the longest", slots["max"] * first),
-        Saving("next power of two", slots["power_of_two"] * first),
-        Saving("paged", slots["paged"] * first),
-        *(
-            Saving(f"paged, {name}", slots["paged"] * token_bytes)
-            for name, token_bytes in zip(kv_formats[1:], others, strict=True)
-        ),
+    knobs = [
+        ("reserve the longest", "max", first),
+        ("next power of two", "power_of_two", first),
+        ("paged", "paged", first),
+        *((f"paged, {name}", "paged", n) for name, n in zip(kv_formats[1:], others, strict=True)),
     ]
+    return [
+        Saving(label, results[policy].taken_slots * n, results[policy].needed_slots * n)
+        for label, policy, n in knobs
+    ]
+
+
+class AskedSet(set[Any]):
+    """A set that a solution may look into only so often: one that never ends is told why."""
+
+    def __init__(self, items: Iterable[Any], limit: int, hint: str):
+        super().__init__(items)
+        self._left, self._hint = limit, hint
+
+    def __contains__(self, item: object) -> bool:
+        self._left -= 1
+        assert self._left >= 0, self._hint
+        return super().__contains__(item)

@@ -160,6 +160,29 @@ def test_each_knob_saves_and_int8_counts_its_scales() -> None:
     sizes = [bar.num_bytes for bar in bars]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[3] / sizes[2] == pytest.approx((128 + 2) / 256)  # an fp16 scale for 128 channels
+    assert all(bar.needed_bytes >= bar.num_bytes for bar in bars)
+
+
+def test_turn_gaps_count_from_the_last_use_of_the_longest_known_prefix() -> None:
+    ids = [(0, 1, 2), (0, 3), (0, 1, 2, 4), (0, 3, 5), (0, 6)]
+    requests = [TraceRequest(10.0 * i, 8 * len(p), 4, p, 8) for i, p in enumerate(ids)]
+    assert kv.turn_gaps_s(requests) == [20.0, 20.0]  # the shared first block is no turn
+
+
+def test_a_loop_without_end_over_a_set_is_told_why() -> None:
+    known = kv.AskedSet([(1,), (1, 2)], limit=3, hint="stop at the end")
+
+    def endless() -> None:
+        found = 0
+        while tuple([1, 2][: found + 1]) in known:
+            found += 1
+
+    with pytest.raises(AssertionError, match="stop at the end"):
+        endless()
+
+
+def test_a_job_under_a_bar_gives_its_result() -> None:
+    assert kv.under_bar("job", lambda: [1, 2]) == [1, 2]
 
 
 # --- figures -------------------------------------------------------------------------------------
@@ -183,14 +206,18 @@ def test_growth_figure_draws_each_backend_and_says_the_factor(
 
 def test_savings_figure_names_each_step_down() -> None:
     bars = [
-        kv.Saving("next power of two", 4e9),
-        kv.Saving("paged", 2e9),
-        kv.Saving("paged, x", 1e9),
+        kv.Saving("next power of two", 4e9, 8e9),
+        kv.Saving("paged", 2e9, 4e9),
+        kv.Saving("paged, x", 1e9, 2e9),
     ]
     figure = growth.savings(bars, "made for this test")
     [drawn] = figure.data
     assert list(drawn.text) == ["4 GB", "2 GB (-50%)", "1 GB (-50%)"]
-    assert "75% less KV memory" in figure.layout.title.text
+    assert "75% less KV memory, on average" in figure.layout.title.text
+    from_paged = growth.savings(bars, "made for this test", baseline="paged")
+    assert from_paged.layout.title.text.startswith("From “paged” to “paged, x”: 50% less")
+    with pytest.raises(ValueError, match="baseline='none' is not one of the bars: next power"):
+        growth.savings(bars, "made for this test", baseline="none")
     assert len(set(drawn.marker.color)) == 3
 
 

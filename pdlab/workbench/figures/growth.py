@@ -82,18 +82,23 @@ def _growth_title(points: Sequence[MemoryPoint]) -> str:
     return f"{title}, {factor:.3g} times the activations where attention is unfused"
 
 
-def savings(bars: Sequence[Saving], source: str) -> go.Figure:
+def savings(bars: Sequence[Saving], source: str, baseline: str | None = None) -> go.Figure:
     """One bar for each knob, with what it takes off the bar before it.
 
     Args:
         bars: from top to bottom, one knob more in each.
         source: where the numbers come from, for the subtitle.
+        baseline: label of the bar that the title compares the last one with; None for the first.
 
     Raises:
-        ValueError: no bar at all.
+        ValueError: no bar at all, or no bar of the baseline's label.
     """
     if not bars:
         raise ValueError("bars is empty: it needs at least 1 Saving")
+    named = {bar.label: bar for bar in bars}
+    base = named.get(bars[0].label if baseline is None else baseline)
+    if base is None:
+        raise ValueError(f"baseline={baseline!r} is not one of the bars: {', '.join(named)}")
     colors = [MEANING["waiting"]] * len(bars)
     for i, bar in enumerate(bars):
         if bar.label.startswith("paged"):
@@ -120,7 +125,7 @@ def savings(bars: Sequence[Saving], source: str) -> go.Figure:
     )
     figure.update_yaxes(autorange="reversed", automargin=True)
     figure.update_xaxes(title_text="KV memory taken, mean over time, GB")
-    less = 1 - sizes[-1] / sizes[0]
-    title = f"From “{bars[0].label}” to “{bars[-1].label}”: {less:.0%} less KV memory"
+    less = 1 - bars[-1].num_bytes / base.num_bytes
+    title = f"From “{base.label}” to “{bars[-1].label}”: {less:.0%} less KV memory, on average"
     height = 220 + BAR * len(bars)
     return styled(figure, title, source, height=height, horizontal=True)
