@@ -46,11 +46,15 @@ def resolve(model: Model, config: EngineConfig) -> EngineConfig:
     if kv_format == "auto":
         kv_format = model.dtype_name
     parse_kv_format(kv_format, model.config.head_dim)  # refuses groups that do not fit
+    longest_len = config.max_model_len or limit
     return replace(
         config,
+        window=None if config.window is None else min(config.window, longest_len),
+        sink_tokens=min(config.sink_tokens, longest_len),
+        heavy_tokens=min(config.heavy_tokens, longest_len),
         kv_format=kv_format,
         attention_backend=backend,
-        max_model_len=config.max_model_len or limit,
+        max_model_len=longest_len,
     )
 
 

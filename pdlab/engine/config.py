@@ -36,7 +36,8 @@ class EngineConfig:
     """Blocks in host memory, where preempted sequences may wait."""
     preemption: str = "auto"
     """`recompute`, `swap` (while host memory has room), or `auto`: what is predicted to be sooner
-    done (`recompute` where there are no swap blocks)."""
+    done (`recompute` where there are no swap blocks). For that `auto` measures the machine when the
+    engine is made, some seconds the first time, unless the engine is given its `hardware`."""
     watermark: float = 0.01
     """Part of the blocks that admission leaves free, so that those who run can grow."""
     window: int | None = None
@@ -76,7 +77,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), least=1)
         if self.seed is not None:
-            require_int("seed", self.seed, least=0)
+            require_int("seed", self.seed, least=0, most=LARGEST_SEED)
         require_number("watermark", self.watermark, 0, 1)
         require_choice("preemption", self.preemption, ("auto", "recompute", "swap"))
         require_choice("attention_backend", self.attention_backend, ("auto", *BACKENDS))
@@ -149,7 +150,7 @@ class SamplingParams:
         require_bool("ignore_eos", self.ignore_eos)
         require_bool("prefix_cache", self.prefix_cache)
         if self.seed is not None:
-            require_int("seed", self.seed, least=0)
+            require_int("seed", self.seed, least=0, most=LARGEST_SEED)
 
     @property
     def greedy(self) -> bool:
@@ -172,8 +173,15 @@ GREEDY_BELOW = 1e-5
 """Temperatures under this choose the most probable token: the difference could not be seen."""
 
 
-def require_int(name: str, value: Any, least: int) -> None:
-    """Raise a ValueError unless `value` is an int (not a bool) of at least `least`."""
+LARGEST_SEED = 2**64 - 1
+LARGEST_INT = 10**15
+"""More than any memory has bytes; beyond it even the message could not be computed."""
+
+
+def require_int(name: str, value: Any, least: int, most: int = LARGEST_INT) -> None:
+    """Raise a ValueError unless `value` is an int (not a bool) from `least` to `most`."""
+    if isinstance(value, int) and value > most:
+        raise ValueError(f"{name} has {len(hex(value)) - 2} hex digits, it must be at most {most}")
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r} must be an integer >= {least}")
 

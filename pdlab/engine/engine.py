@@ -20,7 +20,7 @@ from pdlab.costmodel import Hardware
 from pdlab.engine import admission
 from pdlab.engine.admission import Prompt, PromptList
 from pdlab.engine.allocations import AllocationMeter
-from pdlab.engine.config import EngineConfig, SamplingParams
+from pdlab.engine.config import EngineConfig, SamplingParams, require_int
 from pdlab.engine.exactness import check_rows_are_alike
 from pdlab.engine.interrupts import undisturbed
 from pdlab.engine.output import Chunk, RequestOutput
@@ -65,6 +65,8 @@ class Engine:
         config = admission.resolve(model, config or EngineConfig())
         if config.exact:
             check_rows_are_alike(model, EXACT_ROW_TILE)
+        if not isinstance(memory, KVMemory | None):
+            raise ValueError(f"memory={memory!r:.60} must be KVMemory, from Engine.memory_for")
         memory = memory or admission.make_memory(model, config)
         policy = PreemptionPolicy(model, config, memory.cache, hardware)
         self.model = model
@@ -106,6 +108,7 @@ class Engine:
         They may differ in their batching; what decides about K and V (block size, format, window,
         backend, ...) must be the same, and is checked.
         """
+        require_int("num_engines", num_engines, least=1, most=1024)
         return admission.make_memory(model, admission.resolve(model, config), num_engines)
 
     # --- the loop -----------------------------------------------------------------------------
@@ -182,6 +185,7 @@ class Engine:
         )
         self._freed = []
         self._step += 1
+        self._require_open().note_change()
         return record
 
     def _deliver(
@@ -271,6 +275,7 @@ class Engine:
                 if not sample.finished:
                     self._end(request, sample, "abort")
             self._recorder.add_abort(request_id, self._now())
+            self._require_open().note_change()
 
     def collect(self, request_id: str) -> RequestOutput:
         """A finished request's output; the engine forgets the request.
@@ -324,7 +329,7 @@ class Engine:
         pending = [self.requests[i] for i in request_ids]
         with tqdm(total=len(pending), unit="request", disable=not progress) as bar:
             while pending:
-                self._step_or_complain()
+                self._step_or_wait()
                 still = [r for r in pending if not r.finished]
                 bar.update(len(pending) - len(still))
                 pending = still
@@ -349,17 +354,21 @@ class Engine:
                     yield request.chunks[seen - 1]
                 if request.finished:
                     return
-                self._step_or_complain()
+                self._step_or_wait()
         finally:
             self.abort(request_id)
             self.requests.pop(request_id, None)
 
-    def _step_or_complain(self) -> None:
-        if self.step() is None and self.scheduler.has_work:
-            raise RuntimeError(
-                "the blocks are held by sequences of other engines on the same KV memory: "
-                "let them finish, or abort them"
-            )
+    def _step_or_wait(self) -> None:
+        """Step; where other engines hold the blocks, wait for what they do in other threads."""
+        with self._lock:
+            if self.step() is None and self.scheduler.has_work:
+                if self._require_open().wait_for_change():
+                    return
+                raise RuntimeError(
+                    "the blocks are held by sequences of other engines on the same KV memory, and "
+                    "none of them gets on: step or abort them"
+                )
 
     # --- looking in ---------------------------------------------------------------------------
 
@@ -439,17 +448,17 @@ class Engine:
         Raises:
             ValueError: there is no such sequence.
         """
-        memory = self._require_open()
-        request = self.requests.get(sequence_id.split(".")[0])
-        samples = request.samples if request else []
-        found = [s.sequence for s in samples if s.sequence.sequence_id == sequence_id]
-        if not found:
-            raise ValueError(f"sequence_id={sequence_id!r} is unknown or was collected before")
-        sequence = found[0]
-        if sequence.host_table:
-            assert memory.host is not None
-            return memory.host.read(sequence.host_table, sequence.num_computed_tokens)
-        return memory.cache.read(sequence.block_table, sequence.num_computed_tokens)
+        with self._lock:
+            memory = self._require_open()
+            samples = [sample for request in self.requests.values() for sample in request.samples]
+            found = [s.sequence for s in samples if s.sequence.sequence_id == sequence_id]
+            if not found:
+                raise ValueError(f"sequence_id={sequence_id!r} is unknown or was collected before")
+            [sequence] = found
+            if sequence.host_table:
+                assert memory.host is not None
+                return memory.host.read(sequence.host_table, sequence.num_computed_tokens)
+            return memory.cache.read(sequence.block_table, sequence.num_computed_tokens)
 
     # --- end ----------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ class RequestOutput:
     prompt: str
     prompt_ids: list[int]
     completions: list[Completion]
-    """As many as `SamplingParams.n` asked for."""
+    """As many as `SamplingParams.n` asked for; one of a refused request."""
     error: ValueError | None = None
 
     @property

@@ -39,9 +39,13 @@ class PreemptionPolicy:
         self._chunk = min(config.chunk_size or most, most)
         self._chooses = config.preemption == "auto" and config.num_swap_blocks > 0
         self._swaps = config.preemption == "swap"
-        self._hardware = hardware
+        if not isinstance(hardware, Hardware | None):
+            raise ValueError(f"hardware={hardware!r:.60} must be Hardware")
         if self._chooses and hardware is None:
-            self._hardware = calibrate(str(model.decoder.device), model.dtype_name)
+            hardware = calibrate(str(model.decoder.device), model.dtype_name)
+        if self._chooses and hardware is not None:
+            hardware.peak(model.dtype_name)  # refuses a machine that lacks this dtype
+        self._hardware = hardware
 
     def __call__(self, sequence: Sequence) -> bool:
         """Whether this sequence's K and V should wait in host memory."""

@@ -224,10 +224,10 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, batch: ScheduledBatch) -> None:
         """Take a sequence's blocks away: its K and V go to host memory, or are computed again."""
+        swaps = self.kv.can_swap_out(sequence) and self.swaps(sequence)
         self.running.remove(sequence)
         self.waiting.appendleft(sequence)
         sequence.state = SequenceState.PREEMPTED
         sequence.num_cached_tokens = 0
-        swaps = self.kv.can_swap_out(sequence) and self.swaps(sequence)
         batch.blocks_freed += self.kv.swap_out(sequence) if swaps else self.kv.release(sequence)
         batch.preempted.append(sequence)

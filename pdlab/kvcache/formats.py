@@ -126,7 +126,8 @@ class KVFormat:
 
         The error is at most half a step (a scale) of the group, for fp8 half the distance of its
         numbers. Values beyond the largest code times the largest fp16 (int8: 8.3 million), or for
-        int4 below -65504, are stored as the nearest value that fits. What is finite stays finite.
+        int4 below -65504, are stored as the nearest value that fits. What is finite stays finite,
+        but for fp16 above 65504.
         """
         if self.scales is None:
             return (x.to(self.dtype),)
@@ -172,7 +173,7 @@ def parse_kv_format(text: str, head_dim: int | None = None) -> tuple[KVFormat, K
         ValueError: as KVFormat.parse, for more than one slash, and for what is no text.
     """
     formats = text.split("/") if isinstance(text, str) else []
-    if len(formats) not in (1, 2):
+    if len(formats) not in (1, 2) or not all(formats):
         raise ValueError(f"kv_format={text!r} is not {GRAMMAR}")
     return KVFormat.parse(formats[0], head_dim), KVFormat.parse(formats[-1], head_dim)
 

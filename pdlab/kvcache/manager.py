@@ -6,7 +6,7 @@ in `moves`, in order, for somebody who has the storage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from pdlab.kvcache.block_pool import BlockPool, blocks_for
@@ -131,8 +131,8 @@ class KVManager:
 
     @property
     def stats(self) -> PrefixCacheStats:
-        self._stats.num_evictions = self.pool.num_evictions
-        return self._stats
+        """A copy, as of now."""
+        return replace(self._stats, num_evictions=self.pool.num_evictions)
 
     def take_orders(self) -> list[BlockMove | Release]:
         """What is to be done to bytes, in this order, before anything is computed."""

@@ -43,7 +43,7 @@ class KVMemory:
         max_num_seqs: int = 32,
         retention: Retention = KEEP_ALL,
     ):
-        def cache(blocks: int, place: torch.device | str, max_open: int) -> PagedKVCache:
+        def cache(blocks: int, place: torch.device | str, max_open: int, name: str) -> PagedKVCache:
             return PagedKVCache(
                 config,
                 blocks,
@@ -52,11 +52,14 @@ class KVMemory:
                 place,
                 head_groups=head_groups,
                 max_open_blocks=max_open,
+                name=name,
             )
 
         # A sequence may fill one block and begin the next in the same step.
-        self.cache = cache(num_blocks, device, 2 * max_num_seqs)
-        self.host = cache(num_swap_blocks, "cpu", max_num_seqs) if num_swap_blocks else None
+        self.cache = cache(num_blocks, device, 2 * max_num_seqs, "num_blocks")
+        self.host: PagedKVCache | None = None
+        if num_swap_blocks:
+            self.host = cache(num_swap_blocks, "cpu", max_num_seqs, "num_swap_blocks")
         self.manager = KVManager(
             BlockPool(num_blocks, block_size),
             BlockPool(num_swap_blocks, block_size),
@@ -65,6 +68,8 @@ class KVMemory:
             rewrites=self.cache.open_blocks is None,
         )
         self.lock = threading.RLock()
+        self._changed = threading.Condition(self.lock)
+        self._num_changes = 0
         """Held while an engine plans, runs or books a step: threads take turns."""
         self.num_engines = 0
         self._seats_left = max_num_seqs
@@ -87,12 +92,28 @@ class KVMemory:
         for name, value in kind.items():
             first = self._kind.get(name, value)
             if first is not value and first != value:
-                raise ValueError(
-                    f"{name}={value!r:.60} differs from {first!r:.60} of the KV memory"
-                )
+                ours, its = (getattr(x, "name", x) for x in (value, first))
+                raise ValueError(f"{name}={ours!r:.60} differs from {its!r:.60} of the KV memory")
         self._kind = self._kind or kind
         self._seats_left -= num_seqs
         self.num_engines += 1
+
+    def note_change(self) -> None:
+        """An engine got on: blocks may have become free."""
+        with self._changed:
+            self._num_changes += 1
+            self._changed.notify_all()
+
+    def wait_for_change(self, patience_s: float = 1.0) -> bool:
+        """Wait, with the lock given up, until another engine gets on; False if none does.
+
+        An engine that is in the middle of a step holds the lock: its step is waited for, however
+        long it takes.
+        """
+        with self._changed:
+            before = self._num_changes
+            self._changed.wait_for(lambda: self._num_changes != before, patience_s)
+            return self._num_changes != before
 
     def leave(self, num_seqs: int) -> None:
         """An engine that has freed all its blocks is done with this memory."""

@@ -40,6 +40,7 @@ class PagedKVCache:
             heads.
         max_open_blocks: room for blocks still filling, if the format is block-wise. A sequence has
             one between steps and up to two in a step: the one it fills, and the next.
+        name: what an error calls `num_blocks`.
 
     Raises:
         ValueError: the format or `head_groups` does not fit, or there is not enough memory.
@@ -55,6 +56,7 @@ class PagedKVCache:
         *,
         head_groups: int = 1,
         max_open_blocks: int = 64,
+        name: str = "num_blocks",
     ):
         if head_groups < 1 or config.num_kv_heads % head_groups:
             raise ValueError(
@@ -64,16 +66,16 @@ class PagedKVCache:
         self.k_format, self.v_format = parse_kv_format(kv_format, config.head_dim)
         self.device = torch.device(device)
         self.head_groups = head_groups
-        self.stores = self._allocate(max_open_blocks)
+        self.stores = self._allocate(max_open_blocks, name)
         self.open_blocks: OpenBlocks | None = None
         if self.k_format.is_blockwise or self.v_format.is_blockwise:
             self.open_blocks = OpenBlocks(num_blocks, block_size, max_open_blocks, device)
 
-    def _allocate(self, num_open: int) -> tuple[list[KVStore], list[KVStore]]:
+    def _allocate(self, num_open: int, name: str) -> tuple[list[KVStore], list[KVStore]]:
         """The stores of K and of V, one for each head group."""
         c = self.config
         block = (self.block_size, c.num_kv_heads // self.head_groups, c.head_dim)
-        needed = 0
+        needed = opened = 0
         for kv_format in (self.k_format, self.v_format):
             one = sum(math.prod(s) * dtype.itemsize for s, dtype in kv_format.parts(*block))
             opened = math.prod(block) * 4 * num_open if kv_format.is_blockwise else 0
@@ -89,8 +91,9 @@ class PagedKVCache:
                 for kv_format in (self.k_format, self.v_format)
             )
         except (RuntimeError, TypeError, MemoryError) as error:
+            beside = f" and {num_open} open blocks (for max_num_seqs)" if opened else ""
             raise ValueError(
-                f"num_blocks={self.num_blocks} of block_size={self.block_size} tokens need "
+                f"{name}={self.num_blocks} of block_size={self.block_size} tokens{beside} need "
                 f"{needed / 2**30:,.1f} GiB of KV memory, which {self.device} does not have"
             ) from error
         return k, v

@@ -205,3 +205,34 @@ def test_swapping_keeps_the_kv_bytes():
             else:
                 before = engine.read_kv("r1")
         assert checked
+
+
+def test_hardware_that_cannot_be_reckoned_with_is_refused_at_once():
+    lacking = Hardware("x", "gpu", {"bf16": 1e15}, 1e12, 10**10, "made up")
+    config = EngineConfig(num_swap_blocks=4)
+    with pytest.raises(ValueError, match="dtype='fp32' has no peak on x"):
+        Engine(random_model(), config, hardware=lacking)
+    with pytest.raises(ValueError, match="hardware=5 must be Hardware"):
+        Engine(random_model(), config, hardware=5)
+
+
+@pytest.mark.parametrize("settings", [{"window": 10**14}, {"window": 4, "sink_tokens": 10**14}])
+def test_a_window_longer_than_any_text_changes_nothing(settings):
+    prompts = [random_prompt(20), random_prompt(9)]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    tokens = []
+    for more in ({}, settings):
+        with Engine(random_model(), EngineConfig(**more)) as engine:
+            tokens.append([o.token_ids for o in engine.generate(prompts, params)])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "block_size", "num_swap_blocks", "window"])
+def test_numbers_beyond_all_reason_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"{name} has .* hex digits, it must be at most"):
+        EngineConfig(**{name: 10**5000})
+
+
+def test_too_much_host_memory_is_called_by_its_own_name():
+    with pytest.raises(ValueError, match="num_swap_blocks=1000000000000 of block_size=16"):
+        Engine(random_model(), EngineConfig(num_swap_blocks=10**12, preemption="swap"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 
@@ -360,3 +361,37 @@ def test_a_prompt_of_full_blocks_asked_for_again_and_again_keeps_its_bytes(kv_fo
     assert spared == (4 if kv_format.endswith(("channel", "head")) else 7)
     for again in seen[1:]:
         assert all(torch.equal(a, b) for a, b in zip(seen[0], again, strict=True))
+
+
+def test_engines_in_two_threads_wait_for_each_other_s_blocks():
+    """A pool too small for both: each waits while the other gets on, and both finish."""
+    model = random_model()
+    config = EngineConfig(block_size=4, num_blocks=12, max_num_seqs=4, max_num_batched_tokens=64)
+    memory = Engine.memory_for(model, config, 2)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts = [random_prompt(n) for n in (5, 9, 13)]
+    with Engine(model, config, memory=memory) as a, Engine(model, config, memory=memory) as b:
+        alone = [o.token_ids for o in a.generate(prompts, params)]
+        with ThreadPoolExecutor(2) as threads:
+            runs = [threads.submit(e.generate, prompts, params) for e in (a, b) for _ in range(3)]
+            for run in runs:
+                assert [output.token_ids for output in run.result(timeout=120)] == alone
+        memory.manager.pool.check([])
+
+
+@pytest.mark.parametrize("num_engines", [0, -1, "a", 1.5, True, None, 10**12])
+def test_a_bad_number_of_engines_is_named(num_engines):
+    with pytest.raises(ValueError, match="num_engines"):
+        Engine.memory_for(random_model(), EngineConfig(), num_engines)
+
+
+def test_what_is_no_memory_is_refused():
+    with pytest.raises(ValueError, match="memory=5 must be KVMemory"):
+        Engine(random_model(), memory=5)
+
+
+def test_statistics_are_a_copy():
+    with Engine(random_model()) as engine:
+        before = engine.prefix_cache_stats
+        engine.generate(random_prompt(9), SamplingParams(max_tokens=2))
+        assert (before.num_queries, engine.prefix_cache_stats.num_queries) == (0, 1)
