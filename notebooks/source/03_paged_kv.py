@@ -10,7 +10,7 @@
 # away, and throw away work they have done. What fills the memory, how much of it is empty space that
 # somebody holds, and what can be done about it?
 #
-# You will measure what grows and how fast, pack the same requests in five ways, follow blocks from
+# You will measure what grows and how fast, pack the same requests in four ways, follow blocks from
 # owner to owner, let requests share them, and then make the pool too small on purpose.
 #
 # *About 30 minutes. Before this: [02 Decode](02_decode.ipynb).*
@@ -114,7 +114,8 @@ guess.predict(
 # %%
 from pdlab.workload.cache_replay import replay_cache
 
-results = {r.policy: r for r in replay_cache(requests, num_blocks=6000, block_size=16)}
+replays = kv.under_bar("replay", lambda: replay_cache(requests, num_blocks=6000, block_size=16))
+results = {r.policy: r for r in replays}
 plans = {
     "max": "reserve the longest",
     "power_of_two": "next power of two",
@@ -137,9 +138,33 @@ guess.compare("useful", 100 * (1 - results["max"].waste), "%", kind="simulated",
 # %% [markdown]
 # Two kinds of loss have names. **Internal fragmentation** is room inside a piece that its request
 # never uses. **External fragmentation** is free room between the pieces, in holes too small for the
-# next in line. Growing by copying has almost no empty room, and pays by moving every token of every
-# request again and again. For this small model it is a nuisance; for a large one, each copied token
-# is a hundred kilobytes or more.
+# next in line. Our "next power of two" is kinder than the one measured in the vLLM paper (*Orca
+# (Pow2)* in its figure 2): that one reserves the room for the output in advance, ours takes more when
+# it must, and copies.
+#
+# Growing by copying has almost no empty room, and pays by moving the whole request again for each
+# token it generates. Is that much? A step reads all weights once, so let us count in weights.
+
+# %%
+from pdlab.costmodel import weight_bytes
+from pdlab.models.catalog import shape
+
+grown = results["grow"]
+copied = grown.copied_tokens / generated
+for name, element_bytes in (("smollm2-135m", 4), ("llama-8b", 2)):
+    token_bytes = shape(name).kv_bytes_per_token(element_bytes)
+    step_bytes = grown.mean_running * copied * token_bytes
+    share = step_bytes / weight_bytes(shape(name), element_bytes)
+    print(
+        f"{name}, {element_bytes} bytes a number: {token_bytes / 1e3:.0f} kB for each token of KV\n"
+        f"    {copied:,.0f} tokens copied for each one generated: {copied * token_bytes / 1e6:.0f} MB\n"
+        f"    a step with {grown.mean_running:.0f} requests copies about {step_bytes / 1e9:.1f} GB,"
+        f" {share:.1f} times the bytes of all weights   simulated"
+    )
+
+# %% [markdown]
+# So it is no small matter, for a small model or a large one. It gets worse with every token of
+# context and with every further request, and the weights do not.
 #
 # **Paging** gives up the one piece. Memory is cut into **blocks** of a few tokens, all alike, and each
 # sequence has a **block table** that says where its blocks lie. Any free block will do, so there are no
@@ -181,8 +206,8 @@ for point in kv.waste_by_block_size(requests, [4, 16, 64, 256]):
 # so that the last block counts for more. Exercise 2 predicts these numbers.)
 #
 # Why not blocks of one token, then? Tables get longer, and attention has to fetch from as many places
-# as there are blocks. Kwon et al. settled on 16, which is small against the requests and large
-# enough for a GPU to read well (their section 7.2).
+# as there are blocks. Kwon et al. settled on 16: large enough to use the GPU well, and small enough
+# to keep the empty room small in most of their workloads (their section 7.2).
 #
 # ## 3. Sharing
 #
@@ -303,22 +328,69 @@ print(f"{len(model.tokenizer.encode(story))} tokens of prompt: {rest} in the las
 guess.predict("Three samples fork: how many blocks are copied?", key="fork", unit="blocks")
 
 # %%
+import textwrap
+
 sampled = SamplingParams(n=3, temperature=0.7, seed=7, max_tokens=9, ignore_eos=True)
 with pdlab.Engine(model, EngineConfig(block_size=4, num_blocks=32)) as forked:
     [output] = forked.generate([story], sampled)
 for completion in output.completions:
-    print(f"sample {completion.index}: {completion.text!r}")
+    print(textwrap.fill(f"sample {completion.index}: {completion.text!r}", 96))
 copies = [move for step in forked.trace.steps for move in step.moves if move.kind == "copy"]
 guess.compare("fork", len(copies), "blocks")
 wb.BlockTableView(forked.trace, step=1)
 
 # %% [markdown]
-# Two, not three: when the other two have their own copy, nobody else holds the original, and the third
-# goes on writing in it. Each block counts its holders (its **reference count**), and that is all there is
-# to know. The full blocks of the prompt are never copied, because nobody will ever write to them:
-# K and V are only appended. For the same reason the claim that KV "must be synchronised to all replicas"
-# misses the point: what must be right are the tables and the counts.
+# If the prompt ends inside a block, that is one fewer than there are samples: when the others have their
+# own copy, nobody else holds the original, and the last one goes on writing in it. (If the prompt ends
+# with a block, each begins a new one, and nothing is copied.) Each block counts its holders (its
+# **reference count**), and that is all there is to know. Full blocks are never copied by a fork, because
+# nobody will ever write to them: K and V are only appended. (There is one other copy. A prompt found
+# *whole* in the cache still needs its last token computed, for the logits. If somebody holds the block
+# of that token, the newcomer gets a copy to write it to.)
 #
+# You may read that shared KV "must be synchronised to all replicas". It need not be: nobody changes it.
+# Only tables and counts must be right.
+#
+# ### One pool, several engines
+#
+# Nor must the sequences be those of one engine. Two engines below have one memory: one pool of blocks,
+# one prefix cache. The first reads the page of the manual. What does the second one find?
+
+# %%
+config = EngineConfig(block_size=16, num_blocks=96)
+memory = pdlab.Engine.memory_for(model, config, num_engines=2)
+one, two = (pdlab.Engine(model, config, memory=memory) for _ in range(2))
+for name, own, chat in (("one", one, chats[0]), ("two", two, chats[1])):
+    m = own.generate(chat, short)[0].metrics
+    print(f"engine {name}: {m.num_prompt_tokens} tokens, {m.num_cached_tokens} found in the pool")
+
+# %% [markdown]
+# Now each serves a request of its own at the same time, and they take turns. Here is the second engine's
+# view: the blocks of the page are held by both, and those that only the first engine holds are drawn
+# as "other engines".
+
+# %%
+for own, chat in ((one, chats[2]), (two, chats[3])):
+    own.submit(chat, short)
+for own in (one, two, one, two):
+    own.step()
+wb.BlockTableView(two.trace, step=two.trace.steps[-1].step)
+
+# %% [markdown]
+# One set of counts for all. The pool can check itself: given the tables of everybody, does every block
+# have as many holders as it counts, and are all the others free?
+
+# %%
+tables = [r.block_table for own in (one, two) for r in own.trace.steps[-1].residents]
+memory.manager.pool.check(tables)  # raises an error if one block is wrong
+held = {block for table in tables for block in table}
+print(
+    f"{sum(map(len, tables))} entries in the two tables, {len(held)} blocks held: all accounted for"
+)
+one.close()
+two.close()
+
+# %% [markdown]
 # ## 4. Pressure
 #
 # Answers grow, and nobody knows how far. Sooner or later a sequence needs a block and there is none.
@@ -359,15 +431,18 @@ moved = next(step.step for step in runs["swap"].trace.steps if step.swapped)
 wb.BlockTableView(runs["swap"].trace, step=moved)
 
 # %% [markdown]
-# All three runs are equal bit for bit, in every token and in all K and V. Preemption costs time and
-# never the result.
+# `True` means equal to the roomy run, bit for bit, in every token and in all K and V. In exact mode,
+# preemption costs time and never the result. Without it, K and V that are computed again may differ in
+# their last bits, as in any other batch, and a close call between two tokens may then go the other
+# way. (Formats that scale whole blocks, which you will meet in lesson 04, cannot promise it at all:
+# their scales depend on which tokens were computed together, so exact mode refuses them.)
 #
 # And what does it cost? Recomputing costs the arithmetic of a prefill, swapping costs a trip of all KV
 # bytes there and back. Guess first, for this machine.
 
 # %%
 guess.predict(
-    "To bring 256 tokens back on this machine, what is sooner done?",
+    "To bring 256 tokens back on this machine, which is done sooner?",
     ["recompute", "swap"],
     key="back",
 )
@@ -375,7 +450,7 @@ guess.predict(
 # %%
 from pdlab.costmodel import calibrate, preemption_cost
 
-machine = calibrate()
+machine = kv.under_bar("what this machine can do", calibrate)
 back = kv.bring_back(model, [128, 256, 512])
 sizes = {"weight_element_bytes": 4, "kv_element_bytes": 4}
 for b in back:
@@ -389,45 +464,53 @@ guess.compare("back", "swap" if back[1].swap_s < back[1].recompute_s else "recom
 
 # %% [markdown]
 # Mind what was compared: on a processor, "host memory" is the same memory, and a swap is a plain
-# copy. On a GPU the blocks must cross a bus that is far slower than either memory. Here is what
-# the cost model says for published GPUs, with all arithmetic at its peak and PCI Express 4.0 at its
-# full rate. Real kernels and real buses stay below both.
+# copy. "Predicted" is a floor, here and below: all arithmetic at its peak, and every link at its full
+# rate. On a server's GPU the blocks must cross a bus that is far slower than either memory. Here is what
+# the cost model says for published GPUs, each with its own bus.
 
 # %%
-from pdlab.costmodel import load_hardware
-from pdlab.models.catalog import shape
+from pdlab.costmodel import link_bytes_s, load_hardware
 
 half = {"weight_element_bytes": 2, "kv_element_bytes": 2}
 for name in ("l4", "a100-80gb", "h100-sxm"):
     gpu = load_hardware()[name]
+    print(f"{gpu.name}, bus {link_bytes_s(gpu) / 1e9:.0f} GB/s in one direction   published")
     for small_or_large in ("smollm2-135m", "llama-8b"):
         cost = preemption_cost(shape(small_or_large), 2048, gpu, "bf16", **half)
         print(
-            f"{gpu.name:24} {small_or_large:13} recompute {cost.recompute_s * 1e3:6.1f} ms,"
-            f" swap {cost.swap_s * 1e3:5.1f} ms   predicted, 2,048 tokens"
+            f"    {small_or_large:13} recompute {cost.recompute_s * 1e3:6.1f} ms,"
+            f" swap {cost.swap_s * 1e3:5.1f} ms: {min(cost._fields, key=cost._asdict().get)[:-2]}"
+            "   predicted, 2,048 tokens"
         )
 
 # %% [markdown]
-# No winner for all: a large model does many calculations for each byte of KV, so its K and V are dear
-# to compute and cheap to carry; a fast GPU makes computing cheap, and the bus stays as it is. With
-# `preemption="auto"` this engine asks the cost model each time. Kwon et al. (section 7.3) measured
-# that with small blocks recomputing wins, because many small copies do not use the bus well.
+# Two ratios decide. A large model does many calculations for each byte of KV, so its K and V are dear
+# to compute and cheap to carry. And what counts of a GPU is its arithmetic against its bus: where
+# arithmetic grew faster, computing again looks better. With `preemption="auto"` this engine asks the
+# cost model each time. Kwon et al. (section 7.3) measured both: with small blocks recomputing won,
+# because many small copies do not use the bus well, and from 16 to 64 tokens a block the two were
+# about equal.
 #
 # Better than a good preemption is none. The **watermark** is a part of the pool that admission leaves
 # alone, so that those who run can grow:
 
 # %%
+marked = []
 for watermark in (0.0, 0.3):
     config = EngineConfig(block_size=4, num_blocks=16, preemption="recompute", watermark=watermark)
     run = kv.run_under_pressure(model, prompts, config, max_tokens=14)
+    marked.append(run)
     print(
         f"watermark {watermark:3.0%}: {run.num_preemptions} preempted, {run.recomputed_tokens:2} tokens"
         f" computed again, {len(run.trace.steps)} steps"
     )
+spared = marked[0].recomputed_tokens - marked[1].recomputed_tokens
+longer = len(marked[1].trace.steps) - len(marked[0].trace.steps)
+print(f"the mark spares {spared} tokens of prefill, for {longer} more steps")
 
 # %% [markdown]
-# Nothing is computed twice any more, and yet it takes more steps: the last request had to wait where it
-# could have begun. Too low a mark wastes work, too high a mark wastes room.
+# A mark makes the last request wait where it could have begun: less is computed twice, and it may
+# take more steps. Too low a mark wastes work, too high a mark wastes room.
 #
 # ## 5. The ledger
 #
@@ -436,7 +519,7 @@ for watermark in (0.0, 0.3):
 # (This pool is tiny on purpose. In a server the pool is all memory that the weights leave over.)
 
 # %%
-wb.MemoryLedger(runs["swap"].trace, step=moved)
+wb.MemoryLedger(runs["swap"].trace, step=0)
 
 # %% [markdown]
 # ## 6. "Split the KV by heads to make blocks"
@@ -472,27 +555,42 @@ for name, knobs in cuts.items():
 # the ones before (synthetic, after the trace of Mooncake, Qin et al. 2025, with blocks of 512).
 
 # %%
+from statistics import median
+
 conversations = read_trace(find_trace("mooncake-conv-like"))
 rates = kv.hit_rate_points(conversations, [250, 500, 1000, 2000, 4000, None])
-[endless] = replay_cache(conversations, num_blocks=None, baselines=False)
-print(f"requests that run hold {endless.taken_slots / 512:.0f} blocks, mean over time   simulated")
 wb.show(wb.figures.hit_rate_by_blocks(rates))
 
+# %%
+[endless] = kv.under_bar(
+    "replay", lambda: replay_cache(conversations, num_blocks=None, baselines=False)
+)
+running = endless.taken_slots / 512
+most = endless.block_hit_rate
+enough = next(count for count, rate in rates if count is None or rate >= 0.9 * most)
+print(f"the requests that run hold {running:.0f} blocks, mean over time   simulated")
+print(f"an endless cache finds {most:.1%} of all blocks of the prompts   simulated")
+if enough:
+    print(f"nine tenths of that takes {enough:,} blocks, {enough / running:.0f} times as many")
+print(f"time between two turns: {median(kv.turn_gaps_s(conversations)):.0f} s (median)   counted")
+
 # %% [markdown]
-# A hit is only a hit if the block is still there when the next turn comes, half a minute or more later.
-# So a prefix cache wants far more room than the requests that run, and that is why servers add host
-# memory and disks behind the pool. Even then most blocks are new: in a replay of the real trace, too, an
-# endless cache finds only 36.6% of them.
+# A hit is only a hit if the block is still there when the next turn comes, and people take their time.
+# (In the published trace, which is denser, the median is two minutes.) So a prefix cache wants far more
+# room than the requests that run, and that is why servers add host memory and disks behind the pool.
+# Even then most blocks are new. In the *published* trace an endless cache finds 36.6% of them, when we
+# replay it, and the synthetic one was made to match that. For other traffic the number is another one.
 #
 # ### "From 48 to 19 GB: 60% less"
 #
 # This number goes around as the gain of separating prefill from decode. Separation cannot do it: it
 # holds the weights *twice*. Which techniques could? One knob a bar, with Llama 3.1 8B's KV
-# shape, on the trace of section 2. What do you expect of paging and int8 together?
+# shape, on the trace of section 2. The bars are KV alone, and what is taken on average over time. What do
+# you expect of paging and int8 together?
 
 # %%
 guess.predict(
-    "Paging and int8 KV, against reserving the next power of two: how much less memory?",
+    "Paging and int8 KV, against reserving the next power of two: how much less KV memory?",
     key="less",
     unit="%",
 )
@@ -502,12 +600,15 @@ bars = kv.savings(requests, shape("llama-8b"))
 source = (
     "simulated: azure-conv-like replayed without a memory limit; Llama 3.1 8B, bf16 unless noted"
 )
-wb.show(growth.savings(bars, source))
+wb.show(growth.savings(bars, source, baseline="next power of two"))
 
 # %%
 longest, power, paged, int8 = (bar.num_bytes for bar in bars)
+needed = {bar.label: bar.needed_bytes for bar in bars}
 print(f"paging, against the longest          {1 - paged / longest:4.0%} less   simulated")
 print(f"paging, against a power of two       {1 - paged / power:4.0%} less   simulated")
+ratio = needed["paged"] / needed["next power of two"]
+print(f"    memory that is always enough     {1 - ratio:4.0%} less   simulated")
 print(f"int8, against bf16                   {1 - int8 / paged:4.1%} less   counted, with scales")
 print(
     f"int8, against fp32                   {1 - int8 / paged / 2:4.1%} less   counted, with scales"
@@ -515,10 +616,25 @@ print(
 guess.compare("less", 100 * (1 - int8 / power), "%", kind="simulated")
 
 # %% [markdown]
-# So 60% is within reach, and by two plain means: hand memory out in blocks, and use fewer bytes for
-# each number. Whether a smaller format is worth its error is the question of the
-# [next lesson](04_kv_formats.ipynb). Mind the yardstick, too: "75% less" for int8 is counted from fp32,
-# which no server uses for KV. From bf16 it is about half.
+# Two plain means, then: hand memory out in blocks, and use fewer bytes for each number. But mind what is
+# counted. "From 48 to 19 GB" is all of a GPU's memory, weights included. Put the weights beside the KV:
+
+# %%
+weights = weight_bytes(shape("llama-8b"), 2)
+print(f"weights, bf16: {weights / 1e9:.1f} GB")
+for label, before in (("the longest", longest), ("a power of two", power)):
+    print(
+        f"from {label:14} {(weights + before) / 1e9:5.1f} GB to {(weights + int8) / 1e9:.1f} GB:"
+        f" {1 - (weights + int8) / (weights + before):3.0%} less in all   simulated"
+    )
+
+# %% [markdown]
+# The same saving is a smaller part of a larger whole. How near to 60% in all one gets depends on how much
+# of the memory was KV, and how badly it was packed before. Separation takes no part in it.
+#
+# Mind the yardstick, too: "75% less" for int8 is counted from fp32, and servers commonly keep KV in 16
+# bits. From bf16 it is about half. Whether a smaller format is worth its error is the question of the
+# [next lesson](04_kv_formats.ipynb).
 #
 # The real traces are public. Give `read_trace` a path, or ask the command line:
 # `pdlab replay TRACE --cache-only --blocks infinite`.
@@ -540,7 +656,9 @@ def slot(block_table, position, block_size):
 def slot_check():
     import torch
 
-    assert slot([5, 0, 7, 9], 13, 4) == 37, "position 13 is in logical block 3, second of its slots"
+    yours = slot([5, 0, 7, 9], 13, 4)
+    hint = "position 13 is in logical block 3, second of its slots"
+    assert yours == 37, f"{hint}; you returned {yours!r}"
     with pdlab.Engine(model, pdlab.EngineConfig(block_size=4, num_blocks=16)) as small:
         name = small.submit("One, two, three, four, five, six,", pdlab.SamplingParams(max_tokens=2))
         small.step()
@@ -582,8 +700,11 @@ def waste_check():
     from pdlab.workbench import kv_experiments as kv
     from pdlab.workload.traces import find_trace, read_trace
 
-    assert waste(100, 1) == 0, "a block of one token is never partly empty"
-    assert abs(waste(90, 21) - 0.1) < 1e-9, "10 of 100 slots: 0 to 20 are empty, 10 on average"
+    yours = waste(100, 1)
+    assert yours == 0, f"a block of one token is never partly empty; you returned {yours!r}"
+    yours = waste(90, 21)
+    hint = "10 of 100 slots: 0 to 20 are empty, 10 on average"
+    assert abs(yours - 0.1) < 1e-9, f"{hint}; you returned {yours!r}"
     for point in kv.waste_by_block_size(read_trace(find_trace("azure-conv-like")), [16, 64]):
         yours = waste(point.tokens_held, point.block_size)
         print(f"blocks of {point.block_size}: {yours:.2%} predicted, {point.waste:.2%} simulated")
@@ -608,6 +729,7 @@ def waste_check():
 # **3. The longest cached prefix.** `known` is a set of prefixes, each a tuple of *all* tokens up to the
 # end of a full block. How many tokens of `token_ids` need not be computed? Two rules: stop at the first
 # block that is not known, and leave at least one token to compute (its logits are needed).
+# (A slice beyond the end is the whole list: stop there.)
 
 
 # %%
@@ -623,18 +745,24 @@ def cached_tokens(token_ids, block_size, known):
 # %%
 @wb.check("the longest cached prefix")
 def cached_tokens_check():
-    known = {(1, 2), (1, 2, 3, 4), (7, 8, 3, 4)}
-    assert cached_tokens([1, 2, 3, 4, 5], 2, known) == 4, "both full blocks are known"
-    assert cached_tokens([1, 2, 9, 9, 5], 2, known) == 2, "the second block is another one"
-    assert cached_tokens([7, 8, 3, 4, 5], 2, known) == 0, (
-        "without its beginning, an end is of no use"
-    )
-    assert cached_tokens([1, 2, 3, 4], 2, known) == 3, "one token is always left to compute"
+    from pdlab.workbench import kv_experiments as kv
+
+    endless = "your loop goes on: a slice beyond the end is the whole list, so stop at the end"
+    prefixes = [(1, 2), (1, 2, 3, 4), (7, 8, 3, 4)]
+    for token_ids, right, hint in (
+        ([1, 2, 3, 4, 5], 4, "both full blocks are known"),
+        ([1, 2, 9, 9, 5], 2, "the second block is another one"),
+        ([7, 8, 3, 4, 5], 0, "without its beginning, an end is of no use"),
+        ([1, 2, 3, 4], 3, "one token is always left to compute"),
+    ):
+        yours = cached_tokens(token_ids, 2, kv.AskedSet(prefixes, 100, endless))
+        assert yours == right, f"{token_ids}: {hint}; you returned {yours!r}"
     ids = list(range(100, 113))
     with pdlab.Engine(model, pdlab.EngineConfig(block_size=4)) as small:
         once = pdlab.SamplingParams(max_tokens=1)
         found = [small.generate(ids, once)[0].metrics.num_cached_tokens for _ in range(2)]
-    assert found == [0, cached_tokens(ids, 4, {tuple(ids[:n]) for n in (4, 8, 12)})], found
+    yours = cached_tokens(ids, 4, kv.AskedSet([tuple(ids[:n]) for n in (4, 8, 12)], 100, endless))
+    assert found == [0, yours], f"the engine found {found[1]} of 13 tokens; you returned {yours!r}"
 
 
 # %% [markdown]
@@ -662,8 +790,8 @@ def cached_tokens_check():
 #   used leaves (Zheng et al. 2024, *SGLang*, section on RadixAttention).
 # * **TensorRT-LLM** has a pool of blocks, finds them in a search tree, and can move blocks to host
 #   memory before it would evict them (its documentation, *KV Cache System*).
-# * **Mooncake** makes one large cache of the host memory and disks of a whole cluster, and sends
-#   requests to where their prefix lies (Qin et al. 2025, FAST).
+# * **Mooncake** makes one large cache of the host memory and disks of a whole cluster, and looks at
+#   where a prefix lies, and at the load, to choose who serves a request (Qin et al. 2025, FAST).
 #
 # **Next:** [04 KV formats](04_kv_formats.ipynb): fewer bytes for each number, and what they cost.
 
