@@ -1,5 +1,6 @@
 """`pdlab replay --cache-only` prints what the replay found, labelled, or fails in one line."""
 
+import gzip
 import re
 from pathlib import Path
 
@@ -76,7 +77,16 @@ def test_a_trace_may_be_a_path(tmp_path: Path) -> None:
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,5,x\n")
     result = pdlab("replay", str(path), "--cache-only")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == f"pdlab: {path}, line 2: GeneratedTokens='x' is no number of tokens\n"
+    told = f"{path}, line 2: GeneratedTokens='x' is no number of tokens from 1 to 1,000,000"
+    assert result.stderr == f"pdlab: {told}\n"
+
+
+def test_a_name_is_shown_as_it_is_and_may_be_gzipped(tmp_path: Path) -> None:
+    path = tmp_path / "[red]mine[x].csv.gz"
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,5,2\n"
+    path.write_bytes(gzip.compress(text.encode()))
+    result = pdlab("replay", str(path), "--cache-only")
+    assert f"trace    {path}: 1 request in 0 s" in result.stdout
 
 
 REFUSED = {
@@ -87,7 +97,18 @@ REFUSED = {
     "block size": (["mooncake-conv-like", "--cache-only", "--block-size=100"], "must divide"),
     "model": (["azure-conv-like", "--cache-only", "--model=gpt"], "no shape is called 'gpt'"),
     "format": (["azure-conv-like", "--cache-only", "--kv-format=int9"], "kv_format='int9'"),
-    "no time": (["azure-conv-like", "--cache-only", "--step-ms=0"], "step_ms=0 must be above 0"),
+    "no time": (["azure-conv-like", "--cache-only", "--step-ms=0"], "step_ms=0 must be from"),
+    "tiny step": (["azure-conv-like", "--cache-only", "--step-ms=1e-300"], "step_ms=1e-300 must"),
+    "long name": (["x" * 5000, "--cache-only"], "is no file; by name there are"),
+    "digits": (
+        ["azure-conv-like", "--cache-only", f"--blocks={'9' * 5000}"],
+        "blocks has 5,000 digits, it must be at most 1,000,000,000,000,000",
+    ),
+    "many blocks": (
+        ["azure-conv-like", "--cache-only", "--blocks=2" + "0" * 15],
+        "num_blocks must",
+    ),
+    "long words": (["azure-conv-like", "--cache-only", f"--blocks={'x' * 5000}"], "blocks='xxx"),
 }
 
 
@@ -99,6 +120,7 @@ def test_a_refusal_is_one_line(name: str) -> None:
     assert message in result.stderr
     assert result.stderr.startswith("pdlab: ")
     assert result.stderr.count("\n") == 1
+    assert len(result.stderr) < 500
 
 
 def test_a_folder_is_no_trace(tmp_path: Path) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pdlab.cli.text import seconds, si
 from pdlab.kvcache import PagedKVCache
 from pdlab.models.catalog import RANDOM, shape
-from pdlab.workload.cache_replay import PREFILL_TOKENS, CacheReplay, replay_cache
+from pdlab.workload.cache_replay import (
+    LARGEST,
+    PREFILL_TOKENS,
+    STEP_RANGE_S,
+    CacheReplay,
+    replay_cache,
+)
 from pdlab.workload.traces import TraceRequest, find_trace, read_trace
 
 INFINITE = "infinite"
@@ -39,8 +45,10 @@ def replay_cache_only(asked: Replay) -> None:
         ValueError: no such trace, a damaged one, or a parameter out of range.
     """
     num_blocks = _num_blocks(asked.blocks)
-    if not 0 < asked.step_ms < inf:
-        raise ValueError(f"step_ms={asked.step_ms:g} must be above 0 ms")
+    least, most = STEP_RANGE_S
+    if not least <= asked.step_ms / 1000 <= most:
+        limits = f"from {1000 * least:g} to {1000 * most:,.0f} ms"
+        raise ValueError(f"step_ms={asked.step_ms:g} must be {limits}")
     requests = read_trace(find_trace(asked.trace))
     requests = requests[: asked.num_requests]
     block_size = asked.block_size or requests[0].prefix_block_size or 16
@@ -64,7 +72,9 @@ def _num_blocks(text: str) -> int | None:
     if text == INFINITE:
         return None
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"blocks={text!r} must be a number of blocks or {INFINITE!r}")
+        raise ValueError(f"blocks={text!r:.60} must be a number of blocks or {INFINITE!r}")
+    if len(text) > len(str(LARGEST)):  # before Python refuses to convert thousands of digits
+        raise ValueError(f"blocks has {len(text):,} digits, it must be at most {LARGEST:,}")
     return int(text)
 
 
@@ -94,7 +104,7 @@ def _introduction(
         f"[bold]simulated[/] from request lengths, no model is run: a step takes "
         f"{asked.step_ms:g} ms, gives each running request a token, and computes at most "
         f"{PREFILL_TOKENS:,} prompt tokens",
-        f"trace    {asked.trace}: {count:,} {noun} in {requests[-1].arrival_s:,.0f} s, "
+        f"trace    {escape(asked.trace)}: {count:,} {noun} in {requests[-1].arrival_s:,.0f} s, "
         f"mean {prompt:,.0f} prompt and {output:,.0f} output tokens",
         f"memory   {memory}",
         f"bytes    {si(token_bytes, 'B')} of K and V a token ({asked.model}, {asked.kv_format})",

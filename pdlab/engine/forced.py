@@ -15,7 +15,7 @@ from pdlab.attention import BACKENDS
 from pdlab.engine import admission
 from pdlab.engine.attention_mass import AttentionMass
 from pdlab.engine.batch import prepare
-from pdlab.engine.config import EngineConfig, SamplingParams
+from pdlab.engine.config import EngineConfig, SamplingParams, require_int
 from pdlab.engine.exactness import check_rows_are_alike
 from pdlab.engine.interrupts import undisturbed
 from pdlab.engine.probe import LayerObserver
@@ -42,23 +42,25 @@ class ForcedRun:
 
     Args:
         longest: tokens of the longest text to come.
+        chunk_size: tokens that are computed at once, at most.
 
     Raises:
         ValueError: the configuration does not fit the model, or `longest` is more than it allows.
     """
 
     def __init__(self, model: Model, config: EngineConfig, *, longest: int, chunk_size: int = 256):
+        require_int("chunk_size", chunk_size, least=1)
+        require_int("longest", longest, least=0)
         config = admission.resolve(model, config)
         if not 1 <= longest <= admission.longest(config):
             raise ValueError(
                 f"a text has {longest} tokens, it must have 1 to {admission.longest(config)} "
                 "(max_model_len)"
             )
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size} must be at least 1")
         if config.exact:
             check_rows_are_alike(model, EXACT_ROW_TILE)
         self.model = model
+        self.longest = longest
         kept = admission.retention(model, config)
         num_blocks = kept.peak_blocks(longest, min(chunk_size, longest), config.block_size)
         self.config = replace(config, num_blocks=num_blocks, num_swap_blocks=0, max_num_seqs=1)
@@ -83,19 +85,36 @@ class ForcedRun:
     ) -> Iterator[Tensor]:
         """Float32 logits after each token, [chunk, vocab_size], for one chunk after the other.
 
-        Stopping early, or being interrupted, does no harm: the next text starts from nothing.
+        Stopping early, or being interrupted, does no harm: the next text starts from nothing. It
+        starts with the first `next`; from then on, the iterator of the text before it is of no use.
+
+        Raises:
+            ValueError: no tokens, more than `longest`, or one that is not in the vocabulary.
+            RuntimeError: another text was started before this one's end.
         """
-        self._clear()
+        if not 1 <= len(token_ids) <= self.longest:
+            raise ValueError(
+                f"a text has {len(token_ids)} tokens, longest is {self.longest} (shortest is 1)"
+            )
         admission.check_vocabulary(self.model, token_ids)
-        self._sequence = Sequence("forced", "forced", token_ids, SamplingParams())
-        self.scheduler.add(self._sequence)
-        while self._sequence.num_uncomputed_tokens:
+        self._clear()
+        sequence = Sequence("forced", "forced", token_ids, SamplingParams())
+        self._sequence = sequence
+        self.scheduler.add(sequence)
+        num_left = len(token_ids)
+        while num_left:
+            if self._sequence is not sequence:
+                raise RuntimeError(
+                    f"another text was started when {num_left} tokens of this one were left: "
+                    "a ForcedRun runs one text at a time"
+                )
             with undisturbed():
                 batch = self.scheduler.schedule()
                 self.runner.carry_out(self.memory.manager.take_orders())
             pool = self.memory.manager.pool
             self.peak_blocks = max(self.peak_blocks, pool.num_blocks - pool.num_free)
             hidden = self._compute(batch, list(observers))
+            num_left -= len(hidden)
             yield self.model.decoder.logits(hidden, row_tile=self.runner.row_tile)
 
     def read_kv(self) -> Tensor:

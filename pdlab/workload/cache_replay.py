@@ -28,6 +28,12 @@ PREFILL_TOKENS = 8192
 """Prompt tokens a step: vLLM's default `max_num_batched_tokens` for a server on an H100."""
 UNLIMITED = 2**60
 """Slots of a contiguous memory that never becomes full; intervals of it cost nothing."""
+LARGEST = 10**15
+"""Blocks, tokens a block or a step: more than any memory has, and less than `UNLIMITED`."""
+LARGEST_POOL = 50_000_000
+"""Blocks that requests can touch: a simulated one takes 60 to 100 bytes, so some GB in all."""
+STEP_RANGE_S = (1e-6, 86_400.0)
+"""Beyond it, the number of steps of a long trace would be no number any more."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +189,11 @@ def _check(
     for name, value in limits.items():
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    if not 0 < step_s < float("inf"):
-        raise ValueError(f"step_s={step_s} must be above 0 s")
+        if value is not None and value > LARGEST:
+            raise ValueError(f"{name} must be at most {LARGEST:,}")
+    least, most = STEP_RANGE_S
+    if not least <= step_s <= most:
+        raise ValueError(f"step_s={step_s} must be from {least:g} to {most:,.0f} s")
     for size in prefix_sizes:
         if size % block_size:
             raise ValueError(
@@ -201,7 +210,12 @@ def _memory(
     if policy is None:
         # More blocks than all requests together ever touch would change nothing.
         most = sum(blocks_for(r.num_kv_tokens, block_size) for r in requests)
-        return PagedMemory(most if num_blocks is None else min(num_blocks, most), block_size)
+        if (touched := most if num_blocks is None else min(num_blocks, most)) > LARGEST_POOL:
+            raise ValueError(
+                f"num_blocks={num_blocks or 'infinite'}: the requests touch {touched:,} blocks of "
+                f"{block_size} tokens, at most {LARGEST_POOL:,} can be simulated"
+            )
+        return PagedMemory(touched, block_size)
     return ContiguousMemory(UNLIMITED if num_blocks is None else num_blocks * block_size, policy)
 
 

@@ -7,16 +7,21 @@ Two formats are read, told apart by their content:
   `TIMESTAMP,ContextTokens,GeneratedTokens`
 - Mooncake (Qin et al. 2025, FAST; Apache-2.0), JSON lines:
   `{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}`
+
+Either may be compressed with gzip.
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
 import json
+import os
+import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from math import inf
 from pathlib import Path
 
 from pdlab.shipped import shipped
@@ -25,6 +30,15 @@ AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 MOONCAKE_BLOCK_SIZE = 512
 """Tokens that one of Mooncake's hash ids stands for; the file itself does not say."""
+
+LONGEST_PROMPT = 10_000_000
+"""Tokens: as long as the longest context that a published model claims (Llama 4 Scout)."""
+LONGEST_OUTPUT = 1_000_000
+"""Tokens: each may be an event of a replay, so that more would seem to hang."""
+LATEST_MS = 10**15
+"""Far behind any clock's time since 1970, and still exact to a millisecond."""
+LONGEST_INTEGER = 100
+"""Digits: hashes are shorter, and beyond 4300 Python refuses to convert them."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +78,7 @@ def read_trace(
     """The requests of a trace file, by time of arrival; the first arrives at 0.
 
     Args:
-        path: a file in one of the two formats; its name does not matter.
+        path: a file in one of the two formats, perhaps gzipped; its name does not matter.
         prefix_block_size: tokens that one hash id stands for.
 
     Raises:
@@ -74,18 +88,15 @@ def read_trace(
     if prefix_block_size < 1:
         raise ValueError(f"prefix_block_size={prefix_block_size} must be at least 1")
     path = Path(path)
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not a text file, so not a trace: {error}") from error
+    lines = _text(path).splitlines()
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise ValueError(f"{path}: the file is empty")
     first = numbered[0][1]
-    if _cells(first) == AZURE_HEADER:
-        requests = _read(path, numbered[1:], _azure_request)
-    elif first.lstrip().startswith("{"):
+    if first.lstrip().startswith("{"):
         requests = _read(path, numbered, lambda line: _mooncake_request(line, prefix_block_size))
+    elif _cells(first[:1000]) == AZURE_HEADER:
+        requests = _read(path, numbered[1:], _azure_request)
     else:
         raise ValueError(
             f"{path}, line {numbered[0][0]}: unknown format; a trace starts with the line "
@@ -111,13 +122,26 @@ def find_trace(name: str) -> Path:
     Raises:
         ValueError: neither a file nor a name; lists the names.
     """
-    path = Path(name)
-    if path.is_file():
-        return path
+    if os.path.isfile(name):  # `Path.is_file` fails if the name is too long
+        return Path(name)
     named = shipped_traces()
     if name not in named:
-        raise ValueError(f"trace={name!r} is no file; by name there are: {', '.join(named)}")
+        raise ValueError(
+            f"trace={_short(name, 300)} is no file; by name there are: {', '.join(named)}"
+        )
     return named[name]
+
+
+def _text(path: Path) -> str:
+    data = path.read_bytes()
+    try:
+        if data.startswith(b"\x1f\x8b"):
+            data = gzip.decompress(data)
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text file, so not a trace: {error}") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}: gzipped, and damaged: {error}") from error
 
 
 def _read(
@@ -129,6 +153,10 @@ def _read(
             requests.append(parse(line))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
+        except RecursionError as error:
+            nested = re.search(r'"(\w+)"\s*:\s*[\[{][\s\w":]*[\[{]', line)
+            name = nested[1] if nested else "a value"
+            raise ValueError(f"{path}, line {number}: {name} is nested too deeply") from error
     return requests
 
 
@@ -136,7 +164,13 @@ def _read(
 
 
 def _cells(line: str) -> tuple[str, ...]:
-    return tuple(cell.strip() for row in csv.reader([line]) for cell in row)
+    try:
+        return tuple(cell.strip() for row in csv.reader([line]) for cell in row)
+    except csv.Error as error:
+        sizes = [len(cell) for cell in line.split(",")]
+        where = sizes.index(max(sizes))
+        name = AZURE_HEADER[where] if where < len(AZURE_HEADER) else f"field {where + 1}"
+        raise ValueError(f"{name} has {max(sizes):,} characters: {error}") from error
 
 
 def _azure_request(line: str) -> TraceRequest:
@@ -148,16 +182,16 @@ def _azure_request(line: str) -> TraceRequest:
         # microseconds: the seventh decimal that the files have is dropped by `fromisoformat`
         time = datetime.fromisoformat(fields["TIMESTAMP"])
     except ValueError as error:
-        raise ValueError(f"TIMESTAMP={fields['TIMESTAMP']!r} is no time") from error
+        raise ValueError(f"TIMESTAMP={_short(fields['TIMESTAMP'])} is no time") from error
     time = time.replace(tzinfo=time.tzinfo or UTC)  # no summer time in a difference
-    prompt, output = (_count_in_text(name, fields[name]) for name in AZURE_HEADER[1:])
+    prompt = _count_in_text("ContextTokens", fields, LONGEST_PROMPT)
+    output = _count_in_text("GeneratedTokens", fields, LONGEST_OUTPUT)
     return TraceRequest(time.timestamp(), prompt, output)
 
 
-def _count_in_text(field: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{field}={text!r} is no number of tokens")
-    return _at_least_one(field, int(text))
+def _count_in_text(field: str, fields: dict[str, str], most: int) -> int:
+    text = fields[field]
+    return _count(field, _integer(text) if text.isascii() and text.isdigit() else text, most)
 
 
 # --- Mooncake ------------------------------------------------------------------------------------
@@ -165,7 +199,7 @@ def _count_in_text(field: str, text: str) -> int:
 
 def _mooncake_request(line: str, block_size: int) -> TraceRequest:
     try:
-        fields = json.loads(line)
+        fields = json.loads(line, parse_int=_integer)
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON object: {error.msg} in {_short(line)}") from error
     if not isinstance(fields, dict):
@@ -174,9 +208,12 @@ def _mooncake_request(line: str, block_size: int) -> TraceRequest:
         if name not in fields:
             raise ValueError(f"{name} is missing: {_short(line)}")
     arrival_ms = fields["timestamp"]
-    if not (_is_int(arrival_ms) or isinstance(arrival_ms, float)) or not 0 <= arrival_ms < inf:
-        raise ValueError(f"timestamp={arrival_ms!r} is no time in ms")
-    prompt, output = (_count(name, fields[name]) for name in MOONCAKE_FIELDS[1:3])
+    is_number = _is_int(arrival_ms) or isinstance(arrival_ms, float)
+    if not is_number or not 0 <= arrival_ms <= LATEST_MS:
+        value = _short(arrival_ms)
+        raise ValueError(f"timestamp={value} is no time in ms, from 0 to {LATEST_MS:,}")
+    prompt = _count("input_length", fields["input_length"], LONGEST_PROMPT)
+    output = _count("output_length", fields["output_length"], LONGEST_OUTPUT)
     prefix_ids = tuple(_prefix_ids(fields["hash_ids"]))
     if len(prefix_ids) != -(-prompt // block_size):
         raise ValueError(
@@ -191,24 +228,29 @@ def _prefix_ids(ids: object) -> Iterator[int]:
         raise ValueError(f"hash_ids={_short(ids)} is no list")
     for item in ids:
         if not _is_int(item):
-            raise ValueError(f"hash_ids holds {_short(item)}, which is no integer")
+            raise ValueError(
+                f"hash_ids holds {_short(item)}, which is no integer "
+                f"of up to {LONGEST_INTEGER} digits"
+            )
         yield item
 
 
-def _count(field: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"{field}={_short(value)} is no number of tokens")
-    return _at_least_one(field, value)
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def _integer(text: str) -> int | str:
+    """The number; text that is too long for one stays text, and is refused where it stands."""
+    return int(text) if len(text) <= LONGEST_INTEGER else text
+
+
+def _count(field: str, value: object, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ValueError(f"{field}={_short(value)} is no number of tokens from 1 to {most:,}")
+    return value
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _at_least_one(field: str, count: int) -> int:
-    if count < 1:
-        raise ValueError(f"{field}={count} must be at least 1 token")
-    return count
 
 
 def _short(value: object, limit: int = 60) -> str:

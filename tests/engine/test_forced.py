@@ -84,6 +84,37 @@ def test_a_run_that_was_left_or_failed_does_no_harm_to_the_next() -> None:
     assert torch.equal(torch.cat(list(run.logits(text))), right)
 
 
+def test_the_iterator_of_an_earlier_text_says_that_it_is_stale() -> None:
+    model, first, second = random_model(), random_prompt(10), random_prompt(8, seed=1)
+    run = ForcedRun(model, EngineConfig(block_size=4), longest=10, chunk_size=4)
+    right = torch.cat(list(run.logits(second)))
+    a, b = run.logits(first), run.logits(second)
+    next(a)
+    rows = [next(b)]
+    with pytest.raises(RuntimeError, match="started when 6 tokens of this one were left"):
+        next(a)
+    assert torch.equal(torch.cat([*rows, *b]), right)
+    a = run.logits(first)
+    assert [len(next(a)) for _ in range(3)] == [4, 4, 2]
+    next(run.logits(second))
+    assert list(a) == []  # it had been read to its end
+
+
+@pytest.mark.parametrize("kv_format", ["int8:head", "int4:channel/int8:channel"])
+def test_block_wise_formats_cost_about_the_same_however_the_text_is_cut(kv_format: str) -> None:
+    model, text = random_model(replace(TINY, max_model_len=256)), random_prompt(200)
+    config = EngineConfig(block_size=16, kv_format=kv_format)
+    exactly = torch.cat(list(forced_logits(model, text, replace(config, kv_format="fp32"))))
+    by_chunk = {
+        size: torch.cat(list(forced_logits(model, text, config, chunk_size=size)))
+        for size in (1, 256)
+    }
+    for logits in by_chunk.values():
+        assert logits.shape == exactly.shape
+        assert 0 < (logits - exactly).norm() / exactly.norm() < 0.1
+    assert (by_chunk[1] - by_chunk[256]).norm() / exactly.norm() < 0.1
+
+
 def test_texts_that_cannot_be_run_are_refused() -> None:
     model = random_model()
     with pytest.raises(ValueError, match="129 tokens, it must have 1 to 128"):
@@ -94,5 +125,15 @@ def test_texts_that_cannot_be_run_are_refused() -> None:
         next(forced_logits(model, [61], EngineConfig()))
     with pytest.raises(ValueError, match="chunk_size=0"):
         forced_logits(model, [1], EngineConfig(), chunk_size=0)
+    for size in (2.5, "a", True, None):
+        with pytest.raises(ValueError, match=f"chunk_size={size!r} must be an integer"):
+            ForcedRun(model, EngineConfig(), longest=4, chunk_size=size)
+    with pytest.raises(ValueError, match=r"longest=2\.5 must be an integer"):
+        ForcedRun(model, EngineConfig(), longest=2.5)
+    run = ForcedRun(model, EngineConfig(), longest=4)
+    with pytest.raises(ValueError, match="a text has 20 tokens, longest is 4"):
+        next(run.logits(random_prompt(20)))
+    with pytest.raises(ValueError, match="a text has 0 tokens"):
+        next(run.logits([]))
     with pytest.raises(ValueError, match="call logits"):
         ForcedRun(model, EngineConfig(), longest=4).read_kv()

@@ -260,8 +260,11 @@ def test_a_memory_larger_than_all_requests_is_one_without_limit() -> None:
         ({"num_blocks": 0}, "num_blocks=0 must be at least 1"),
         ({"num_blocks": 4, "block_size": 0}, "block_size=0 must be at least 1"),
         ({"num_blocks": 4, "prefill_tokens": 0}, "prefill_tokens=0 must be at least 1"),
-        ({"num_blocks": 4, "step_s": 0.0}, r"step_s=0\.0 must be above 0"),
-        ({"num_blocks": 4, "step_s": float("nan")}, "step_s=nan must be above 0"),
+        ({"num_blocks": 10**5000}, "num_blocks must be at most 1,000,000,000,000,000"),
+        ({"num_blocks": 4, "block_size": 10**16}, "block_size must be at most"),
+        ({"num_blocks": 4, "step_s": 0.0}, r"step_s=0\.0 must be from 1e-06 to 86,400 s"),
+        ({"num_blocks": 4, "step_s": 1e-300}, "step_s=1e-300 must be from"),
+        ({"num_blocks": 4, "step_s": float("nan")}, "step_s=nan must be from"),
     ],
 )
 def test_parameters_out_of_range_are_refused(options: dict, message: str) -> None:
@@ -269,6 +272,23 @@ def test_parameters_out_of_range_are_refused(options: dict, message: str) -> Non
         replay_cache([request(1, 1)], **options)
     with pytest.raises(ValueError, match="requests is empty"):
         replay_cache([], num_blocks=4)
+
+
+def test_a_pool_that_cannot_be_simulated_is_refused() -> None:
+    requests = [TraceRequest(0.0, 10**7, 1)] * 6
+    with pytest.raises(ValueError, match="num_blocks=infinite: the requests touch 60,000,000 bl"):
+        replay_cache(requests, num_blocks=None, block_size=1)
+    with pytest.raises(ValueError, match="num_blocks=1000000000: the requests touch 60,000,000"):
+        replay_cache(requests, num_blocks=10**9, block_size=1)
+
+
+def test_an_extreme_trace_is_counted_exactly() -> None:
+    """The longest prompt there may be, and the longest wait at the shortest step."""
+    requests = [TraceRequest(0.0, 10**7, 3), TraceRequest(10.0**12, 1, 1)]
+    for result in replay_cache(requests, num_blocks=None, block_size=16, step_s=1e-6):
+        assert result.num_finished == 2
+        assert result.duration_s == pytest.approx(1e12)
+        assert result.needed_slots >= 10**7 + 2
 
 
 # --- known facts ---------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A trace is read in full or refused with file, line and field."""
 
+import gzip
 from itertools import pairwise
 from pathlib import Path
 
@@ -59,6 +60,34 @@ def test_the_content_decides_not_the_name(trace) -> None:
     assert len(read_trace(trace(b"\xef\xbb\xbf" + AZURE.encode(), "trace.jsonl"))) == 3
 
 
+def test_a_gzipped_trace_is_read(trace) -> None:
+    assert read_trace(trace(gzip.compress(AZURE.encode()), "a.csv.gz")) == read_trace(trace(AZURE))
+    for damaged in (
+        gzip.compress(AZURE.encode())[:-9],
+        b"\x1f\x8b\x00",
+        b"\x1f\x8b\x08" + b"x" * 30,
+    ):
+        with pytest.raises(ValueError, match=r"trace\.txt: gzipped, and damaged"):
+            read_trace(trace(damaged))
+    with pytest.raises(ValueError, match="not a text file"):
+        read_trace(trace(gzip.compress(b"\xff")))
+
+
+def test_the_largest_numbers_are_read(trace) -> None:
+    [request] = read_trace(trace(HEADER + "2024-01-01 00:00:00,10000000,0001000000"))
+    assert (request.num_prompt_tokens, request.num_output_tokens) == (10**7, 10**6)
+    ids = f"[{10**99}]"
+    [request] = read_trace(trace(mooncake(timestamp=10**15, hash_ids=ids)))
+    assert request.prefix_ids == (10**99,)
+
+
+def mooncake(**fields: object) -> str:
+    """A line with these fields in it, as they would be printed."""
+    values = {"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [0]} | fields
+    return "{" + ", ".join(f'"{name}": {value}' for name, value in values.items()) + "}"
+
+
+DIGITS = "9" * 5000
 DAMAGED = {
     "empty": ("", "the file is empty"),
     "blank": (" \n\n", "the file is empty"),
@@ -72,7 +101,10 @@ DAMAGED = {
         r"line 2: ContextTokens='12.5' is no number",
     ),
     "negative": (HEADER + "2023-11-16 18:15:46,-1,2", r"line 2: ContextTokens='-1'"),
-    "no output": (HEADER + "2023-11-16 18:15:46,1,0", r"line 2: GeneratedTokens=0 must be at"),
+    "no output": (
+        HEADER + "2023-11-16 18:15:46,1,0",
+        r"line 2: GeneratedTokens=0 is no number of tokens from 1 to 1,000,000",
+    ),
     "cut JSON": (MOONCAKE + '{"timestamp": 1', "line 3: no JSON object"),
     "not an object": (MOONCAKE + "[1]", "line 3: no JSON object"),
     "missing field": (
@@ -107,6 +139,41 @@ DAMAGED = {
         '{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [0]}',
         "line 1: hash_ids has 1 ids; input_length=513 is 2 blocks of 512",
     ),
+    "a huge prompt": (
+        HEADER + "2024-01-01 00:00:00,1000000000000000000,2",
+        "line 2: ContextTokens=1000000000000000000 is no number of tokens from 1 to 10,000,000",
+    ),
+    "a huge output": (
+        HEADER + "2024-01-01 00:00:00,5,1000000000",
+        "line 2: GeneratedTokens=1000000000 is no number of tokens from 1 to 1,000,000",
+    ),
+    "a huge input_length": (mooncake(input_length=10**9), "line 1: input_length=1000000000 is"),
+    "a huge output_length": (mooncake(output_length=10**9), "line 1: output_length=1000000000 is"),
+    "thousands of digits": (
+        f"{HEADER}2024-01-01 00:00:00,{DIGITS},2",
+        r"line 2: ContextTokens='99999\d+ \.\.\. is no",
+    ),
+    "digits of input_length": (mooncake(input_length=DIGITS), "line 1: input_length='9999"),
+    "digits of an id": (mooncake(hash_ids=f"[{DIGITS}]"), "line 1: hash_ids holds '9999"),
+    "digits of a time": (mooncake(timestamp=DIGITS), "line 1: timestamp='9999"),
+    "a time of 400 digits": (mooncake(timestamp="1" * 400), "line 1: timestamp='1111"),
+    "a late time": (mooncake(timestamp="1e16"), r"line 1: timestamp=1e\+16 is no time in ms, from"),
+    "a long field": (
+        f"{HEADER}2024-01-01 00:00:00,{'1' * 200_000},2",
+        "line 2: ContextTokens has 200,000 characters",
+    ),
+    "a long fourth field": (
+        f"{HEADER}2024-01-01 00:00:00,1,2,{'x' * 200_000}",
+        "line 2: field 4 has 200,000 characters",
+    ),
+    "a long time": (f"{HEADER}{'x' * 100_000},1,2", r"line 2: TIMESTAMP='x+ \.\.\. is no time"),
+    "a long first line": ("x" * 200_000, "line 1: unknown format"),
+    "nested JSON": (
+        mooncake(hash_ids="[" * 100_000 + "]" * 100_000),
+        "line 1: hash_ids is nested too deeply",
+    ),
+    "nested less deeply": (mooncake(hash_ids="[" * 700 + "]" * 700), "line 1: hash_ids "),
+    "nested objects": ('{"a":' * 100_000, "line 1: a is nested too deeply"),
 }
 
 
@@ -118,6 +185,7 @@ def test_a_damaged_file_is_refused_with_line_and_field(name: str, trace) -> None
         read_trace(path)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
+    assert len(str(error.value)) < len(str(path)) + 250
 
 
 def test_prefix_block_size_is_at_least_one(trace) -> None:
@@ -132,6 +200,10 @@ def test_a_trace_is_found_by_path_or_by_name(trace) -> None:
         assert find_trace(name) == shipped
     with pytest.raises(ValueError, match=r"trace='nothing' is no file; .*azure-conv-like"):
         find_trace("nothing")
+    with pytest.raises(ValueError, match=r"trace='x+ \.\.\. is no file"):
+        find_trace("x" * 5000)
+    with pytest.raises(ValueError, match="is no file"):
+        find_trace("a\0b")
 
 
 @pytest.mark.parametrize(
