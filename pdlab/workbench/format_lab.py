@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import traitlets
 
-from pdlab.engine import admission
+from pdlab.engine import EngineConfig, admission
 from pdlab.engine.admission import Prompt
 from pdlab.kvcache import parse_kv_format
+from pdlab.kvcache.formats import FLOAT_DTYPES, LARGEST_CODE
 from pdlab.machine import describe_machine
 from pdlab.models import Model
 from pdlab.workbench.format_trial import Trial, explain, largest_outlier, run_trial
 from pdlab.workbench.kv_costs import first_difference
+from pdlab.workbench.lesson import progress
 from pdlab.workbench.widget import TraceWidget
 
 MAX_PROMPT = 512
@@ -70,6 +72,8 @@ class FormatLab(TraceWidget):
                 f"prompt has {len(self._prompt_ids)} tokens, FormatLab takes 2 to {MAX_PROMPT}"
             )
         self._trials: dict[str, Trial] = {}
+        for first in progress([REFERENCE, "bf16", _canonical(kv_format, model)], "format lab"):
+            self._trial(first)
         reference, bf16 = self._trial(REFERENCE), self._trial("bf16")
         self._outlier = largest_outlier(reference.sizes)
         super().__init__(
@@ -92,7 +96,7 @@ class FormatLab(TraceWidget):
             self.kv_format = kv_format
             self.message = ""
         except ValueError as error:
-            self.message = str(error)
+            self.message = in_words(kv_format, self._model.config.head_dim) or str(error)
         except KeyboardInterrupt:
             self.message = f"Interrupted: {kv_format} was not computed."
             raise
@@ -160,6 +164,8 @@ class FormatLab(TraceWidget):
             "k_format": str(k_format),
             "v_format": str(v_format),
             "bytes": trial.bytes_per_token,
+            "open_bytes": trial.open_bytes,
+            "max_open": 2 * EngineConfig().max_num_seqs,  # KVMemory: the one, and the next
             "errors": {
                 name: np.round(getattr(trial, f"{name}_error"), 6).tolist()
                 for name in ("k", "v", "attended")
@@ -187,3 +193,26 @@ def _canonical(kv_format: str, model: Model) -> str:
     """
     k, v = (str(half) for half in parse_kv_format(kv_format, model.config.head_dim))
     return k if k == v else f"{k}/{v}"
+
+
+def in_words(kv_format: str, head_dim: int) -> str:
+    """What is wrong with a format, as one would say it; nothing if this finds no fault."""
+    halves = kv_format.split("/")
+    if len(halves) > 2:
+        return f"{kv_format} names {len(halves)} formats: one for K and one for V are enough."
+    for half in halves:
+        name, scales, group, *more = [*half.split(":"), "", ""]
+        if name not in {**FLOAT_DTYPES, **LARGEST_CODE}:
+            known = ", ".join({**FLOAT_DTYPES, **LARGEST_CODE})
+            return f"There is no format {name!r}. There are {known}."
+        if name in FLOAT_DTYPES and scales:
+            return f"{name} keeps numbers as they are, so it has no scales: write {name} alone."
+        if scales not in ("", "token", "head", "channel"):
+            return f"A scale can be per token, per head or per channel, not per {scales!r}."
+        if group and (scales != "token" or any(more)):
+            return f"{half!r} says too much: a number of channels stands only after :token."
+        if group and not (group.isdecimal() and int(group) and head_dim % int(group) == 0):
+            return f"A head has {head_dim} channels: they cannot be cut into groups of {group}."
+        if name == "int4" and group and int(group) % 2:
+            return f"int4 packs two numbers into a byte: a group needs an even number, not {group}."
+    return ""

@@ -13,6 +13,7 @@ from pdlab.engine import Engine, EngineConfig, SamplingParams
 from pdlab.engine.forced import ForcedRun
 from pdlab.kvcache import KVFormat, blocks_for
 from pdlab.models import Model
+from pdlab.workbench.kv_costs import open_block_bytes
 from pdlab.workbench.kv_errors import Errors, KVErrors
 
 
@@ -38,6 +39,8 @@ class Trial:
     """The greedy continuation."""
     num_open: int
     """Tokens of the prompt that are still in full precision, because their block is not full."""
+    open_bytes: int
+    """Bytes of a block while it fills, beside the others; 0 for token-wise formats."""
 
     @property
     def perplexity(self) -> float:
@@ -84,6 +87,7 @@ def run_trial(
         channel_errors=((stored - written).norm(dim=2) / size.clamp(min=1e-30)).cpu().numpy(),
         token_ids=output.token_ids,
         num_open=len(prompt_ids) % block_size if blockwise else 0,
+        open_bytes=open_block_bytes(model.config, kv_format, block_size),
     )
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from pdlab.engine import Engine, EngineConfig, SamplingParams
 from pdlab.engine.admission import Prompt
 from pdlab.engine.forced import ForcedRun
-from pdlab.models import Model
+from pdlab.kvcache import PagedKVCache
+from pdlab.models import Model, ModelConfig
 from pdlab.workbench.kv_errors import Errors, KVErrors
 from pdlab.workbench.lesson import progress
 
@@ -50,6 +51,19 @@ class KVCost:
     """Mean negative log-likelihood of each segment's tokens, in nats."""
     chunk_nll: list[float] = field(default_factory=list)
     """The same for the first chunk of all segments, the second, and so on: by position."""
+    open_bytes: int = 0
+    """Bytes beside the blocks for each block that still fills; see `open_block_bytes`."""
+
+
+def open_block_bytes(config: ModelConfig, kv_format: str, block_size: int) -> int:
+    """Bytes that a block takes while it fills, in full precision beside the blocks.
+
+    Block-wise formats need them, once for each sequence that grows; for others they are 0.
+
+    Raises:
+        ValueError: the format does not fit the model.
+    """
+    return PagedKVCache(config, 1, block_size, kv_format, max_open_blocks=1).open_bytes
 
 
 def topic_tokens(model: Model, num_tokens: int) -> list[int]:
@@ -162,10 +176,11 @@ class _Meter:
     def cost(self) -> KVCost:
         count = sum(map(sum, self.counts))
         by_chunk = zip_longest(*self.nll, fillvalue=0.0), zip_longest(*self.counts, fillvalue=0)
+        cache = self.run.memory.cache
         return KVCost(
             label=self.label,
             config=self.config,
-            bytes_per_token=self.run.memory.cache.bytes_per_token,
+            bytes_per_token=cache.bytes_per_token,
             perplexity=math.exp(sum(map(sum, self.nll)) / count),
             kl=self.kl / count,
             agreement=self.same / count,
@@ -176,6 +191,9 @@ class _Meter:
             peak_blocks=self.run.peak_blocks,
             segment_nll=[sum(n) / sum(c) for n, c in zip(self.nll, self.counts, strict=True)],
             chunk_nll=[sum(n) / sum(c) for n, c in zip(*by_chunk, strict=True)],
+            open_bytes=open_block_bytes(
+                cache.config, f"{cache.k_format}/{cache.v_format}", cache.block_size
+            ),
         )
 
 

@@ -5,8 +5,9 @@ import pytest
 import traitlets
 
 from pdlab import Engine, EngineConfig, Model, SamplingParams
-from pdlab.kvcache import KVFormat
+from pdlab.kvcache import KVFormat, parse_kv_format
 from pdlab.workbench import FormatLab, format_lab
+from pdlab.workbench.format_lab import in_words
 from pdlab.workbench.format_trial import Outlier, explain, largest_outlier, run_trial
 from pdlab.workbench.picture import widget_page
 
@@ -68,7 +69,7 @@ def test_an_answer_is_kept(lab: FormatLab, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_cannot_be_chosen_is_said_in_words(lab: FormatLab) -> None:
     lab.choose("int8")
     lab._on_message(lab, {"type": "choose", "kv_format": "int4:token:7"}, [])
-    assert "GROUP" in lab.message
+    assert lab.message == "A head has 64 channels: they cannot be cut into groups of 7."
     assert (lab.kv_format, lab.busy) == ("int8:token", False)
     lab._on_message(lab, {"type": "choose", "kv_format": "int4"}, [])
     assert (lab.message, lab.kv_format) == ("", "int4:token:32")
@@ -77,6 +78,45 @@ def test_what_cannot_be_chosen_is_said_in_words(lab: FormatLab) -> None:
     for name in ("layer", "head"):
         with pytest.raises((ValueError, traitlets.TraitError), match=f"{name}=99"):
             setattr(lab, name, 99)
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "words"),
+    [
+        ("int3", "There is no format 'int3'"),
+        ("bf16:token:32", "write bf16 alone"),
+        ("int8/int8/int8", "names 3 formats"),
+        ("fp8:block", "not per 'block'"),
+        ("int8/int8:channel:4", "stands only after :token"),
+        ("int8:token:3", "cannot be cut into groups of 3"),
+        ("int4:token:1", "an even number, not 1"),
+    ],
+)
+def test_what_is_wrong_with_a_format_is_said_in_words(kv_format: str, words: str) -> None:
+    assert words in in_words(kv_format, 8)
+    with pytest.raises(ValueError, match="kv_format"):
+        parse_kv_format(kv_format, 8)
+
+
+@pytest.mark.parametrize(
+    "kv_format", ["fp32", "int4", "int8:token:4/bf16", "fp8:channel/int4:head"]
+)
+def test_no_fault_is_found_with_what_fits(kv_format: str) -> None:
+    parse_kv_format(kv_format, 8)
+    assert in_words(kv_format, 8) == ""
+
+
+def test_bytes_of_open_blocks_are_shown(lab: FormatLab) -> None:
+    block = 16 * 30 * 3 * 64 * 4  # tokens, layers, heads, channels, bytes of fp32; K alone
+    for kv_format, num_bytes in (
+        ("int4:channel/int4", block),
+        ("int8:channel", 2 * block),
+        ("int8", 0),
+    ):
+        lab.choose(kv_format)
+        assert lab.result["open_bytes"] == num_bytes
+    with Engine(lab._model, EngineConfig(kv_format="int8:channel")) as engine:
+        assert engine.kv_cache.open_bytes == lab.result["max_open"] * 2 * block
 
 
 def test_an_interrupt_leaves_what_was_shown(

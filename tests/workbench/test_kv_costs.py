@@ -70,6 +70,25 @@ def test_fewer_bytes_cost_more(costs: list[KVCost]) -> None:
     assert (costs[2].k_error < costs[3].k_error).all()
 
 
+def test_a_cost_names_the_bytes_of_a_block_that_fills(costs: list[KVCost]) -> None:
+    assert [cost.open_bytes for cost in costs] == [0] * len(costs)
+    model = random_model()
+    both = configs("fp32", "int8:channel", "int8:channel/int8")
+    _, all_of_it, k_only = kv_costs(model, both, random_prompt(20))
+    assert all_of_it.open_bytes == 4 * model.config.kv_bytes_per_token(4)  # four tokens in fp32
+    assert k_only.open_bytes == all_of_it.open_bytes / 2
+    hover = [row[4] for row in figures.kv_costs([costs[0], k_only]).data[0].customdata]
+    assert hover[0] == ""
+    assert "still fills" in hover[1]
+
+
+def test_heatmaps_can_have_one_scale(costs: list[KVCost]) -> None:
+    [own] = figures.error_heatmap(costs[2], "k").data
+    assert own.zmax == pytest.approx(100 * costs[2].k_error.max())
+    [shared] = figures.error_heatmap(costs[2], "k", zmax=0.5).data
+    assert shared.zmax == 50
+
+
 def test_errors_of_k_and_v_are_those_of_the_format() -> None:
     model, text = random_model(), random_prompt(32)
     labels = ["fp32", "int8/int4:token:4"]

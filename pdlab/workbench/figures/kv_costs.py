@@ -56,10 +56,10 @@ def kv_costs(
             mode="markers",
             showlegend=False,
             marker={"size": 11, "color": [_color(cost, right) for cost in costs]},
-            customdata=[[c.label, c.perplexity, c.kl, c.agreement] for c in costs],
+            customdata=[[c.label, c.perplexity, c.kl, c.agreement, _open(c)] for c in costs],
             hovertemplate="%{customdata[0]}: %{x:.1f} kB a token, %{y:+.2f}% perplexity"
             "<br>perplexity %{customdata[1]:.3f}, KL %{customdata[2]:.2g} nats, same first choice "
-            "%{customdata[3]:.1%}<extra></extra>",
+            "%{customdata[3]:.1%}%{customdata[4]}<extra></extra>",
         )
     )
     figure.add_hline(y=0, line={"color": INK.muted, "width": 1})
@@ -84,9 +84,17 @@ def kv_costs(
 
 
 def error_heatmap(
-    cost: KVCost, which: Literal["k", "v", "attended"] = "k", source: str | None = None
+    cost: KVCost,
+    which: Literal["k", "v", "attended"] = "k",
+    source: str | None = None,
+    *,
+    zmax: float | None = None,
 ) -> go.Figure:
     """Relative L2 error of K, V or the attention output, by layer and head; the worst is named.
+
+    Args:
+        zmax: error, as a part of 1, that has the darkest colour, to compare heatmaps; by default
+            the largest.
 
     Raises:
         ValueError: `which` is none of these.
@@ -103,7 +111,7 @@ def error_heatmap(
             ygap=1,
             colorscale=[[i / (len(HEAT["light"]) - 1), c] for i, c in enumerate(HEAT["light"])],
             zmin=0,
-            zmax=max(float(errors.max()) * 100, 1e-9),
+            zmax=max((errors.max() if zmax is None else zmax) * 100, 1e-9),
             hovertemplate="layer %{x}, head %{y}: %{z:.3g}%<extra></extra>",
             colorbar={"ticksuffix": "%", "thickness": 16, "tickfont": {"size": 14}},
         )
@@ -120,6 +128,13 @@ def error_heatmap(
     source = source or measured_here([cost])
     styled(figure, title, f"relative L2 error {what}; {source}", height=170 + 30 * num_heads + 90)
     return figure.update_xaxes(showgrid=False).update_yaxes(showgrid=False)
+
+
+def _open(cost: KVCost) -> str:
+    """A line for what block-wise formats keep beside their blocks."""
+    if not cost.open_bytes:
+        return ""
+    return f"<br>and {cost.open_bytes / 1e3:,.0f} kB for each block that still fills"
 
 
 def change_percent(cost: KVCost, reference: KVCost) -> float:

@@ -1,6 +1,7 @@
 // The FormatLab: number formats of K and V, what they do to a prompt, by layer, head and channel.
 
 const NAMES = ["fp32", "fp16", "bf16", "fp8", "int8", "int4"];
+const PLAIN = ["fp32", "fp16", "bf16"]; // as they are, without scales
 const SCALES = ["token", "head", "channel"];
 const PRESETS = [
   ["bf16", "bf16"], ["fp8", "fp8"], ["int8", "int8"], ["int4", "int4"],
@@ -161,8 +162,9 @@ class FormatLab {
   }
 
   isShown(format, { k_format, v_format }) {
-    const [k, v] = format.split("/").map(spelledOut);
-    return k === spelledOut(k_format) && (v ?? k) === spelledOut(v_format);
+    const { head_dim } = this.get("header");
+    const [k, v = k] = format.split("/").map((half) => spelledOut(half, head_dim));
+    return k === spelledOut(k_format, head_dim) && v === spelledOut(v_format, head_dim);
   }
 
   drawTitle({ bytes, errors, kv_format }) {
@@ -217,15 +219,19 @@ class FormatLab {
     return Array.from({ length: head_dim }, (_, i) => this.get(name).getFloat32(4 * (start + i), true));
   }
 
-  drawBytes({ bytes, kv_format, perplexity }) {
+  drawBytes({ bytes, open_bytes, max_open, kv_format, perplexity }) {
     const { fp32_bytes, bf16_bytes } = this.get("header");
     const rows = [["fp32", fp32_bytes, "base"], ["bf16", bf16_bytes, "base"], [kv_format, bytes, "this"]];
-    const head = ["", "", "a token", "1,024 tokens"].map((text) => h("span.pd-muted", {}, [text]));
+    const head = ["", "a token", "1,024 tokens"].map((text) => h("span.pd-muted", {}, [text]));
     clear(this.bytes, ...head, ...rows.flatMap(([name, value, kind]) => [
-      h(kind === "this" ? "b" : "span", {}, [name.replace("/", "/\u200b")]),
+      h(kind === "this" ? "b.pd-fl-name" : "span.pd-fl-name", {}, [name.replace("/", "/\u200b")]),
       h("div.pd-bar", { "data-kind": kind, style: `width:${(value / fp32_bytes) * 100}%` }),
       h("span.pd-num", {}, [quantity(value, "B")]), h("span.pd-num", {}, [quantity(value * 1024, "B")]),
     ]));
+    if (open_bytes) {
+      const all = `${quantity(open_bytes * max_open, "B")} for the ${max_open} that an engine makes room for by default`;
+      this.bytes.append(h("div.pd-fl-open", {}, [h("b", {}, ["open blocks, fp32: "]), `${open_bytes.toLocaleString("en")} B beside these for each block that still fills; ${all}`]));
+    }
     const [right, ours] = perplexity;
     const change = (ours / right - 1) * 100;
     const sign = change >= 0 ? "+" : "−";
@@ -250,18 +256,20 @@ class Picker {
     this.group = select("channels that share a scale", header.groups.map(String));
     this.node = h("fieldset.pd-fl-picker", {}, [h("legend", {}, [name]), this.number,
       h("label.pd-field", {}, ["scale per", this.scales]), h("label.pd-field", {}, ["and", this.group, "channels"])]);
+    [this.scalesField, this.groupField] = this.node.querySelectorAll("label");
     this.enable();
     this.number.addEventListener("change", () => this.enable());
     this.scales.addEventListener("change", () => this.enable());
   }
 
+  /** Only what the choice before it leaves open is there to be chosen. */
   enable() {
-    this.scales.disabled = this.number.value.startsWith("fp") && this.number.value !== "fp8";
-    this.group.disabled = this.scales.disabled || this.scales.value !== "token";
+    this.scalesField.hidden = PLAIN.includes(this.number.value);
+    this.groupField.hidden = this.scalesField.hidden || this.scales.value !== "token";
   }
 
   format() {
-    if (this.number.value.startsWith("fp") && this.number.value !== "fp8") return this.number.value;
+    if (PLAIN.includes(this.number.value)) return this.number.value;
     const group = +this.group.value === this.headDim || this.scales.value !== "token" ? "" : `:${this.group.value}`;
     return `${this.number.value}:${this.scales.value}${group}`;
   }
@@ -276,8 +284,8 @@ class Picker {
 }
 
 /** One way to write what can be written in two, for comparing. */
-function spelledOut(format) {
-  if (format === "int4") return "int4:token:32";
+function spelledOut(format, headDim) {
+  if (format === "int4") return `int4:token:${Math.min(32, headDim & -headDim)}`; // divides both
   return ["fp8", "int8"].includes(format) ? `${format}:token` : format;
 }
 
