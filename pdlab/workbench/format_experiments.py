@@ -14,6 +14,7 @@ from pdlab.kvcache import KVFormat, PagedKVCache, blocks_for
 from pdlab.models import Model, ModelConfig
 from pdlab.trace import StepRecord
 from pdlab.workbench.experiments import BLOCK_SIZE, random_prompt, warm_up
+from pdlab.workbench.kv_costs import open_block_bytes
 from pdlab.workbench.lesson import progress
 
 
@@ -25,6 +26,19 @@ def bytes_per_token(
         text: PagedKVCache(config, 1, block_size, text, max_open_blocks=1).bytes_per_token
         for text in formats
     }
+
+
+def open_area_bytes(
+    config: ModelConfig,
+    kv_format: str,
+    block_size: int = BLOCK_SIZE,
+    num_blocks: int = 2 * EngineConfig().max_num_seqs,
+) -> int:
+    """Bytes beside the blocks for those that still fill; 0 for formats that are not block-wise.
+
+    An engine makes room for two blocks a sequence: the one it fills, and the next.
+    """
+    return num_blocks * open_block_bytes(config, kv_format, block_size)
 
 
 def as_stored(x: Tensor, kv_format: str, block_size: int = BLOCK_SIZE) -> Tensor:
