@@ -71,7 +71,7 @@ class KVFormat:
             name not in LARGEST_CODE
             or len(rest) > (1 if group is None else 2)
             or (rest and rest[0] not in get_args(Scales))
-            or (group is not None and not (group.isascii() and group.isdigit()))
+            or (group is not None and not (group.isascii() and group.isdigit() and len(group) < 9))
         ):
             raise ValueError(f"kv_format={text!r} is not {GRAMMAR}")
         if name == "fp8" and not hasattr(torch, "float8_e4m3fn"):

@@ -129,7 +129,7 @@ def mooncake_like(
     A prompt's length is drawn first, so lengths keep their distribution. Then a request either
     begins a conversation or continues one that is not longer: it repeats the full blocks of the
     turn before and adds its own. Arrivals are uniform over `duration_s` in bins of 3 s, as in the
-    trace; this thins an hour of traffic out and leaves the time between turns as it is.
+    trace; this thins an hour of traffic out, and conversations take longer between turns.
     """
     random = Random(seed)
     new_ids = count()
