@@ -172,8 +172,9 @@ for name, x in zip("kv", kv, strict=True):
 # smaller per channel? It does not, for V's own error is not what counts. Attention's output is a
 # **weighted mean** of the values of a few tokens, and what counts is *its* error. With a scale for
 # each token, rounding errors of one token stay with that token. With a scale over many tokens, a
-# large value of one that nobody looks at coarsens those that everybody looks at. Section 6 puts
-# this to the test.
+# large value of one that nobody looks at coarsens those that everybody looks at. (The first token
+# is such a one: lesson 05 shows that much attention goes to it, and its V is smaller than most.)
+# Section 6 puts this to the test.
 #
 # ## 5. Why a scale per channel needs blocks
 #

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pdlab.attention import AttentionBackend, FusedAttention, Window, narrower
+from pdlab.attention import AttentionBackend, FusedAttention, Window, narrower, visible
 from pdlab.engine import Engine, EngineConfig, RequestOutput, SamplingParams
 from pdlab.engine.admission import Prompt
 from pdlab.engine.runner import ModelRunner
@@ -112,6 +113,74 @@ def generate_switched(
             if record.sequences[0].sampled is not None:
                 engine.runner.windows = layer_windows(model, decode)
         return engine.collect(request_id)
+
+
+class Recall(NamedTuple):
+    """What is left of a fact in a story when a question at its end is answered."""
+
+    text: str
+    """The answer."""
+    knows: bool
+    """Whether the fact is in it."""
+    fact_blocks: list[int]
+    """Logical blocks that the fact stands in."""
+    kept: list[int]
+    """Logical blocks that were left in the last step."""
+    num_visible: int
+    """Keys that the last query saw, its own among them."""
+
+
+def recall(
+    model: Model,
+    story: str,
+    fact: str,
+    *,
+    window: int | None = None,
+    sink_tokens: int = 0,
+    heavy_tokens: int = 0,
+    block_size: int = 8,
+    max_tokens: int = 6,
+) -> Recall:
+    """Go on greedily after a story, and see whether its fact comes back.
+
+    Window, sinks and heavy tokens are as in `EngineConfig`.
+
+    Raises:
+        ValueError: the fact is not in the story, or a knob does not fit.
+    """
+    before, found, _ = story.partition(fact)
+    if not found or model.tokenizer is None:
+        raise ValueError(f"fact={fact!r} is not in the story, or the model has no tokenizer")
+    first = len(model.tokenizer.encode(before))
+    last = len(model.tokenizer.encode(before + fact)) - 1
+    config = EngineConfig(
+        block_size=block_size,
+        chunk_size=16,
+        enable_prefix_cache=False,
+        window=window,
+        sink_tokens=sink_tokens,
+        heavy_tokens=heavy_tokens,
+    )
+    with Engine(model, config) as engine:
+        [output] = engine.generate(story, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    if output.error:
+        raise output.error
+    kept = [
+        i for i, b in enumerate(engine.trace.steps[-1].residents[0].block_table) if b != DROPPED
+    ]
+    position = len(output.prompt_ids) + max_tokens - 2  # of the last query
+    seen = torch.cat([torch.arange(i * block_size, (i + 1) * block_size) for i in kept])
+    limit = None
+    if window is not None and not heavy_tokens:  # heavy tokens stay, and are seen, in whole blocks
+        limit = Window(window, sink_tokens)
+    mask = visible(torch.tensor([position]), seen, limit)
+    return Recall(
+        text=output.text,
+        knows=fact in output.text,
+        fact_blocks=list(range(first // block_size, last // block_size + 1)),
+        kept=kept,
+        num_visible=int(mask.sum()),
+    )
 
 
 def layer_windows(model: Model, window: Window | None) -> list[Window | None]:

@@ -5,13 +5,15 @@ import pytest
 import torch
 
 import pdlab
-from pdlab import Engine, EngineConfig, NaiveGenerator, SamplingParams, Trace
+from pdlab import Engine, EngineConfig, Model, NaiveGenerator, SamplingParams, Trace
 from pdlab.attention import Window
+from pdlab.kvcache import blocks_for
 from pdlab.trace import DROPPED, Capture
 from pdlab.workbench.window_experiments import (
     blocks_held,
     forced_decode_logits,
     generate_switched,
+    recall,
     sink_shares,
     window_losses,
 )
@@ -104,3 +106,35 @@ def test_blocks_held_counts_neither_dropped_ones_nor_shared_ones_twice() -> None
     assert len(last) == 2
     own = [set(r.block_table) - {DROPPED} for r in last]
     assert blocks_held(steps[-1]) == len(own[0] | own[1]) < len(own[0]) + len(own[1])
+
+
+STORY = (
+    "This is a short story about a small town. The code is 7319. Two, three, four, five, six, "
+    "seven, eight. The code is"
+)
+
+
+def test_what_is_recalled_stands_in_a_kept_block(smollm2: Model) -> None:
+    full = recall(smollm2, STORY, "7319")
+    token_ids = smollm2.tokenizer.encode(STORY)
+    assert full.knows
+    assert full.num_visible == len(token_ids) + 5  # six are generated, the last one is never fed
+    assert full.kept == list(range(blocks_for(full.num_visible, 8)))
+    texts = [smollm2.tokenizer.decode(token_ids[8 * i : 8 * i + 8]) for i in full.fact_blocks]
+    assert "7319" in "".join(texts)
+
+    narrow = recall(smollm2, STORY, "7319", window=8, sink_tokens=2)
+    assert narrow.num_visible == 8 + 2
+    assert not set(narrow.fact_blocks) & set(narrow.kept)
+    assert not narrow.knows
+
+
+def test_heavy_hitters_see_whole_blocks(smollm2: Model) -> None:
+    knobs = {"window": 8, "sink_tokens": 2, "heavy_tokens": 8}
+    seen = recall(smollm2, STORY, "7319", **knobs)
+    full = recall(smollm2, STORY, "7319")
+    gone = len(full.kept) - len(seen.kept)
+    assert gone > 0
+    assert seen.num_visible == full.num_visible - 8 * gone
+    with pytest.raises(ValueError, match="fact='9999' is not in the story"):
+        recall(smollm2, STORY, "9999")
