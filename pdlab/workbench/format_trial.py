@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pdlab.engine import Engine, EngineConfig, SamplingParams
 from pdlab.engine.forced import ForcedRun
@@ -34,7 +35,7 @@ class Trial:
     sizes: NDArray[np.float32]
     """Mean absolute value of each channel, as it was written."""
     channel_errors: NDArray[np.float32]
-    """Relative L2 error of each channel, over all tokens."""
+    """Relative L2 error of each channel, over all tokens that are still cached."""
     token_ids: list[int]
     """The greedy continuation."""
     num_open: int
@@ -69,7 +70,8 @@ def run_trial(
     nll = torch.nn.functional.cross_entropy(logits[:-1], targets)
     written, stored = errors.written(), run.read_kv().float()
     errors.end_text(run.read_kv)
-    size = written.norm(dim=2)
+    kept = ~stored[0, 0, :, 0, 0].isnan()  # a model's own window may have dropped the others
+    stored, right = stored[:, :, kept], written[:, :, kept]
     params = SamplingParams(max_tokens=max_tokens)
     with Engine(model, config) as engine:
         [output] = engine.generate([prompt_ids], params)
@@ -84,11 +86,16 @@ def run_trial(
         v_error=errors.relative("v"),
         attended_error=errors.relative("attended"),
         sizes=written.abs().mean(2).cpu().numpy(),
-        channel_errors=((stored - written).norm(dim=2) / size.clamp(min=1e-30)).cpu().numpy(),
+        channel_errors=_relative(stored, right).cpu().numpy(),
         token_ids=output.token_ids,
         num_open=len(prompt_ids) % block_size if blockwise else 0,
         open_bytes=open_block_bytes(model.config, kv_format, block_size),
     )
+
+
+def _relative(stored: Tensor, right: Tensor) -> Tensor:
+    """Relative L2 error over the tokens of [2, num_layers, num_tokens, num_kv_heads, head_dim]."""
+    return (stored - right).norm(dim=2) / right.norm(dim=2).clamp(min=1e-30)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ def bytes_of_open_blocks_are_shown(page) -> None:
     widths = view.locator(".pd-fl-bytes .pd-bar").evaluate_all(
         "(all) => all.map((e) => e.clientWidth)"
     )
+    assert view.get_by_text("of the channel's size").count() == 2
     assert widths[0] > 150  # fp32, whatever the names beside it
     screenshot(view, "format-lab")
     page.set_viewport_size({"width": 620, "height": 1100})

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import traitlets
 
+import pdlab
 from pdlab import Engine, EngineConfig, Model, SamplingParams
 from pdlab.kvcache import KVFormat, parse_kv_format
 from pdlab.workbench import FormatLab, format_lab
@@ -161,6 +162,14 @@ def test_a_trial_of_a_block_wise_format_counts_what_is_still_open() -> None:
     assert trial.num_open == 5
     assert trial.sizes.shape == (2, TINY.num_layers, TINY.num_kv_heads, TINY.head_dim)
     assert run_trial(random_model(), random_prompt(21), "int8", max_tokens=3).num_open == 0
+
+
+def test_errors_by_channel_are_of_what_a_window_has_kept() -> None:
+    model = pdlab.load("random:tiny-mistral")
+    trial = run_trial(model, random_prompt(60), "int4", max_tokens=2)
+    assert model.config.windows[0] is not None
+    assert np.isfinite(trial.channel_errors).all()
+    assert (trial.channel_errors > 0).all()
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
