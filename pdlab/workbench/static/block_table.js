@@ -185,15 +185,17 @@ class BlockTable {
 
   /** One block: filled from below in its owners' colours, or free, cached, dropped. */
   cell(block, users, { place = "pool", hit = false, fresh = false, kind = null, label = true } = {}) {
-    const node = h("div.pd-bt-cell", { "data-block": block, "data-place": place, "data-hit": hit, "data-new": fresh, "data-chip": users.length > 1 });
+    const node = h("div.pd-bt-cell", { "data-block": block, "data-place": place, "data-hit": hit, "data-new": fresh });
     if (block === DROPPED) node.dataset.kind = "dropped";
     else if (kind) node.dataset.kind = kind;
     else {
       const fill = Math.max(...users.map((u) => u.filled)) / this.header.block_size;
       node.append(h("i", { style: `height:${fill * 100}%;background:${this.paint(users)}` }));
-      if (users.length === 1) node.style.color = fill > 0.6 ? `var(--pd-seq-on-${this.colorIndex(users[0].id)})` : "#1B1F24";
+      if (users.length === 1) node.style.color = fill === 1 ? `var(--pd-seq-on-${this.colorIndex(users[0].id)})` : "#1B1F24";
+      node.toggleAttribute("data-chip", users.length > 1 || (fill > 0 && fill < 1)); // on two colours
     }
-    if (label) node.append(h("b", {}, [h("span", {}, [block === DROPPED ? "" : String(block)])]));
+    const number = place === "host" ? `h${block}` : String(block);
+    if (label) node.append(h("b", {}, [h("span", {}, [block === DROPPED ? "" : number])]));
     return node;
   }
 
