@@ -463,7 +463,7 @@ def largest_window_check():
 # | Swap | host memory | there is room again | the room on the device | host memory, and moving it twice | yes |
 # | Watermark | nobody: kept free | running sequences grow into it | preemptions | a little room for new requests | yes |
 # | int8 | as before | as before | about half, from bf16 | rounding; time without a fused kernel | rounded: perplexity within 1% (04) |
-# | KIVI, int4 | as before, and an open area | as before; open until the block is full | about two thirds, from bf16 | rounding; the open area; exact mode | rounded: perplexity within 1% (04) |
+# | KIVI, int4 | as before, and an open area | as before; open until the block is full | about two thirds, from bf16 | rounding; the open area; exact mode | rounded: perplexity within 2% (04) |
 # | Window | the latest W tokens | they are W tokens back | all growth beyond W | all that is older | no, unless trained so |
 # | Window + sinks | those, and the first few | sinks: to the end | the same, less a block | all between | no, but fluent |
 # | Heavy hitters | those, and the most looked at | others receive more | the same, less their blocks | the rest, by luck; weighing | no |
