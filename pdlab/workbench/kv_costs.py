@@ -190,7 +190,7 @@ class _Meter:
             attended_error=self.errors.relative("attended"),
             peak_blocks=self.run.peak_blocks,
             segment_nll=[sum(n) / sum(c) for n, c in zip(self.nll, self.counts, strict=True)],
-            chunk_nll=[sum(n) / sum(c) for n, c in zip(*by_chunk, strict=True)],
+            chunk_nll=[sum(n) / sum(c) for n, c in zip(*by_chunk, strict=True) if sum(c)],
             open_bytes=open_block_bytes(
                 cache.config, f"{cache.k_format}/{cache.v_format}", cache.block_size
             ),
@@ -227,7 +227,7 @@ def greedy_agreement(
     for label, config in progress(list(configs.items()), "greedy"):
         with Engine(model, config) as engine:
             outputs[label] = engine.generate(prompts, params)
-    for output in outputs[reference]:
+    for output in (output for several in outputs.values() for output in several):
         if output.error:
             raise output.error
     right = [output.token_ids for output in outputs[reference]]

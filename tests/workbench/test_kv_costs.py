@@ -252,3 +252,24 @@ def test_recorded_studies_are_drawn_with_their_source() -> None:
         (figures.kv_costs(formats.costs, source=formats.source), formats),
     ):
         assert figure.layout.title.subtitle.text.replace("<br>", " ") == study.source
+
+
+@pytest.mark.parametrize(("length", "chunk_size"), [(33, 32), (17, 16), (5, 1), (2, 1)])
+def test_a_last_chunk_that_predicts_nothing_is_left_out(length, chunk_size):
+    """The last token of a text foretells nothing that is in the text."""
+    model = random_model()
+    [cost] = kv_costs(
+        model,
+        {"fp32": EngineConfig()},
+        random_prompt(length),
+        segment_len=length,
+        chunk_size=chunk_size,
+    )
+    assert cost.num_tokens == length - 1
+    assert len(cost.chunk_nll) == -(-(length - 1) // chunk_size)
+
+
+def test_a_prompt_that_one_configuration_refuses_is_an_error_and_no_bad_format():
+    configs = {"fp32": EngineConfig(), "small": EngineConfig(num_blocks=1)}
+    with pytest.raises(ValueError, match="num_blocks is 1"):
+        greedy_agreement(random_model(), configs, [random_prompt(20)], 4)
