@@ -128,7 +128,7 @@ class Recorder:
             bytes_moved=cost.bytes,
             moves=moves,
             swapped={s.sequence_id: list(s.host_table) for s in waiting if s.host_table},
-            cached_blocks=self._pool.cached_blocks if self._config.record_trace else [],
+            cached_blocks=self._pool.cached_blocks,
             kv_shared_bytes=self._slot_bytes(use.shared),
             kv_swapped_bytes=self._block_bytes
             * sum(block != DROPPED for s in waiting for block in s.host_table),

@@ -377,19 +377,22 @@ MUTANTS = [
     mutant(
         "a prompt that is cached as a whole computes nothing",
         MANAGER,
-        ("min(len(blocks) * size, len(tokens) - 1)", "len(blocks) * size"),
+        (
+            "min(len(chain) * self.pool.block_size, len(holder.token_ids) - 1)",
+            "len(chain) * self.pool.block_size",
+        ),
     ),
     mutant(
         "the last block of a prompt is never looked up",
         MANAGER,
-        ("full = len(tokens) // size if", "full = (len(tokens) - 1) // size if"),
+        ("(len(tokens) if self.rewrites else len(tokens) - 1)", "(len(tokens) - 1)"),
     ),
     mutant(
         "a request that does not want the prefix cache reads it",
         MANAGER,
         (
-            "full = len(tokens) // size if holder.uses_prefix_cache else 0",
-            "full = len(tokens) // size",
+            "range(full if holder.uses_prefix_cache else 0)",
+            "range(full)",
         ),
     ),
     mutant(
@@ -614,9 +617,9 @@ MUTANTS = [
         ("for s in waiting if s.host_table}", "for s in waiting if s.block_table}"),
     ),
     mutant(
-        "a block that was swapped in is not counted among the taken",
+        "host blocks are counted with those that were dropped",
         RECORDER,
-        ("self._host.num_blocks - self._host.num_free", "self._host.num_free"),
+        ("sum(block != DROPPED for s in waiting", "sum(True for s in waiting"),
     ),
     # --- windows and eviction ---
     mutant(

@@ -74,7 +74,7 @@ def test_every_picture_is_there_without_javascript(executed: Path) -> None:
         png = base64.b64decode(data["image/png"])
         assert png.startswith(b"\x89PNG")
         assert 5_000 < len(png) < 80_000
-    assert "Stepper, request r0, frame 3, engine step 2" in stepper["text/plain"]
+    assert "Stepper, sequence r0, frame 3, engine step 2" in stepper["text/plain"]
 
 
 def test_every_output_says_something(executed: Path) -> None:
