@@ -189,8 +189,7 @@ def check_fits(
     if params.n > config.max_num_seqs:
         raise ValueError(f"n={params.n} samples, max_num_seqs is {config.max_num_seqs}")
     slots = num_prompt + most - 1  # the last token is never fed back
-    chunk = min(config.chunk_size or slots, config.max_num_batched_tokens)
-    needed = kept.peak_blocks(slots, chunk, config.block_size)
+    needed = kept.peak_blocks(slots, config.largest_chunk, config.block_size)
     if needed > config.num_blocks:
         raise ValueError(
             f"a prompt of {num_prompt} tokens with max_tokens={params.max_tokens} needs {needed} "

@@ -118,6 +118,11 @@ class EngineConfig:
                 "scales of a block depend on which tokens were computed together"
             )
 
+    @property
+    def largest_chunk(self) -> int:
+        """Most tokens of one sequence in one step."""
+        return min(self.chunk_size or self.max_num_batched_tokens, self.max_num_batched_tokens)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -241,8 +241,8 @@ class Engine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r:.60} must be SamplingParams")
+        kept = self._require_open().manager.retention
         text, prompt_ids = admission.tokenize(self.model, prompt)
-        kept = admission.retention(self.model, self.config)
         admission.check_fits(self.config, kept, prompt_ids, params)
         with self._lock, undisturbed():
             return self._queue(text, prompt_ids, params)

@@ -35,8 +35,7 @@ class PreemptionPolicy:
         self._weight_bytes = model.decoder.dtype.itemsize
         self._kv_bytes = kv_cache.element_bytes
         self._block_size = config.block_size
-        most = config.max_num_batched_tokens
-        self._chunk = min(config.chunk_size or most, most)
+        self._chunk = config.largest_chunk
         self._chooses = config.preemption == "auto" and config.num_swap_blocks > 0
         self._swaps = config.preemption == "swap"
         if not isinstance(hardware, Hardware | None):

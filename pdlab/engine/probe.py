@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pdlab.attention import ReferenceAttention, Window
+from pdlab.attention import AttentionInputs, ReferenceAttention, Window, gather_visible
 from pdlab.engine.scheduler import ScheduledBatch, ScheduledSequence
 from pdlab.kvcache import PagedKVCache
 from pdlab.models.config import ModelConfig
-from pdlab.trace import DROPPED, Capture
+from pdlab.trace import Capture
 
 CAPTURED = ("attention", "q", "k", "v", "attended")
 
@@ -147,15 +147,11 @@ def part_weights(
     """Attention weights of one sequence's part, and the positions of the keys they are on.
 
     Returns:
-        float32 [num_heads, num_tokens, num_keys] and int64 [num_keys]: the keys that are still in
-        the cache. A key behind the window that is still there has weight 0.
+        float32 [num_heads, num_tokens, num_keys] and int64 [num_keys], of the blocks that any of
+        the queries sees.
     """
-    table, size = part.sequence.block_table, kv_cache.block_size
-    live = [i for i, block in enumerate(table) if block != DROPPED]
-    blocks = torch.tensor([table[i] for i in live], device=q.device)
-    keys, _ = kv_cache.gather(layer, blocks, q.dtype)
-    starts = torch.tensor(live, device=q.device)[:, None] * size
-    positions = (starts + torch.arange(size, device=q.device)).flatten()
-    positions = positions[positions < part.end]
-    weights = ReferenceAttention().weights(q, keys[: len(positions)], window, positions)
-    return weights, positions
+    inputs = AttentionInputs([0, len(q)], [part.end], [part.sequence.block_table])
+    keys, _, positions = gather_visible(layer, q, kv_cache, inputs, 0, window)
+    if positions is None:
+        positions = torch.arange(len(keys), device=q.device)
+    return ReferenceAttention().weights(q, keys, window, positions), positions
