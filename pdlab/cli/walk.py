@@ -63,7 +63,9 @@ def run_prompt(walk: Walk) -> None:
     Raises:
         ValueError: a parameter is out of range; nothing was loaded yet if that could be told.
     """
-    params = SamplingParams(walk.temperature, walk.max_tokens, walk.seed)
+    params = SamplingParams(
+        temperature=walk.temperature, max_tokens=walk.max_tokens, seed=walk.seed
+    )
     config = EngineConfig(exact=walk.exact, chunk_size=walk.chunk_size)
     _check_paths(walk)
     console = Console(highlight=False)

@@ -9,12 +9,13 @@ from typing import cast
 import torch
 
 from pdlab.attention import Window
-from pdlab.engine.config import EngineConfig, SamplingParams
+from pdlab.engine.config import EngineConfig
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.engine.output import Completion, RequestOutput
 from pdlab.kvcache import KVMemory, Retention, parse_kv_format
 from pdlab.models import Model
 from pdlab.models.config import ModelConfig
+from pdlab.sampling import SamplingParams
 
 Prompt = str | list[int] | list[dict[str, str]]
 """Text, token ids, or chat messages (`[{"role": "user", "content": "..."}]`)."""
@@ -160,6 +161,23 @@ def tokenize(model: Model, prompt: Prompt) -> tuple[str, list[int]]:
     return text, ids
 
 
+def check_token_ids(model: Model, params: SamplingParams) -> None:
+    """Raise a ValueError for a parameter that names a token which the model does not have."""
+    vocab_size = model.config.vocab_size
+    bad_words = [i for word in params.bad_words if isinstance(word, tuple) for i in word]
+    named = {
+        "stop_token_ids": params.stop_token_ids,
+        "logit_bias": params.logit_bias,
+        "bad_words": bad_words,
+    }
+    for name, token_ids in named.items():
+        for token_id in token_ids:
+            if token_id >= vocab_size:
+                raise ValueError(f"{name} has token id {token_id}, vocab_size is {vocab_size}")
+    if params.stop and model.tokenizer is None:
+        raise ValueError(f"stop={params.stop[0]!r:.60}: the model has no tokenizer for texts")
+
+
 def check_vocabulary(model: Model, token_ids: list[int]) -> None:
     """Raise a ValueError for a token id that the model has no embedding for."""
     vocab_size = model.config.vocab_size
@@ -220,8 +238,7 @@ def refused(prompt: Prompt, error: ValueError) -> RequestOutput:
         request_id="",
         prompt=prompt if isinstance(prompt, str) else "",
         prompt_ids=[],
-        completions=[Completion(0, [], "", "error", RequestMetrics(arrival_s=0.0))],
-        error=error,
+        completions=[Completion(0, [], "", "error", RequestMetrics(arrival_s=0.0), error=error)],
     )
 
 

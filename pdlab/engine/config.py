@@ -1,4 +1,4 @@
-"""The engine's knobs, and a request's."""
+"""The engine's knobs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Any
 
 from pdlab.attention import BACKENDS
 from pdlab.kvcache import parse_kv_format
+from pdlab.requirements import (
+    LARGEST_SEED,
+    require_bool,
+    require_choice,
+    require_int,
+    require_number,
+)
+from pdlab.sampling import CONSTRAINT_BACKENDS
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,9 @@ class EngineConfig:
     """Keep every StepRecord in `engine.trace`."""
     top_k_recorded: int = 5
     """Most probable candidates kept with each sampled token."""
+    constraint_backend: str = "llguidance"
+    """What enforces json_schema, regex, choice and grammar: `llguidance`, or `pdlab`, our own,
+    which knows regex and choice."""
     seed: int | None = None
     """Seeds the requests that bring no seed of their own; None draws from the system."""
 
@@ -80,6 +91,7 @@ class EngineConfig:
             require_int("seed", self.seed, least=0, most=LARGEST_SEED)
         require_number("watermark", self.watermark, 0, 1)
         require_choice("preemption", self.preemption, ("auto", "recompute", "swap"))
+        require_choice("constraint_backend", self.constraint_backend, CONSTRAINT_BACKENDS)
         require_choice("attention_backend", self.attention_backend, ("auto", *BACKENDS))
         self._check_together()
 
@@ -127,44 +139,6 @@ class EngineConfig:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the next token is chosen and when to stop.
-
-    Raises:
-        ValueError: a field is out of range.
-    """
-
-    temperature: float = 0.0
-    """0 takes the most probable token; so does anything below GREEDY_BELOW."""
-    max_tokens: int = 128
-    """Most tokens to generate, at least 1; the token that ends the text counts."""
-    seed: int | None = None
-    """With a seed, the same tokens each time, alone or in company."""
-    ignore_eos: bool = False
-    """Go on past the end-of-sequence token."""
-    n: int = 1
-    """Samples of the same prompt. They share its K and V, and each block until they write to it."""
-    prefix_cache: bool = True
-    """Read from the engine's prefix cache, and leave this request's own blocks in it."""
-
-    def __post_init__(self) -> None:
-        require_number("temperature", self.temperature, 0, MAX_TEMPERATURE)
-        require_int("max_tokens", self.max_tokens, least=1)
-        require_int("n", self.n, least=1)
-        require_bool("ignore_eos", self.ignore_eos)
-        require_bool("prefix_cache", self.prefix_cache)
-        if self.seed is not None:
-            require_int("seed", self.seed, least=0, most=LARGEST_SEED)
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 POSITIVE = (
     "block_size",
     "num_blocks",
@@ -172,39 +146,3 @@ POSITIVE = (
     "max_num_batched_tokens",
     "kv_head_groups",
 )
-MAX_TEMPERATURE = 1000
-"""Beyond this every token is as likely as any other."""
-GREEDY_BELOW = 1e-5
-"""Temperatures under this choose the most probable token: the difference could not be seen."""
-
-
-LARGEST_SEED = 2**64 - 1
-LARGEST_INT = 10**15
-"""More than any memory has bytes; beyond it even the message could not be computed."""
-
-
-def require_int(name: str, value: Any, least: int, most: int = LARGEST_INT) -> None:
-    """Raise a ValueError unless `value` is an int (not a bool) from `least` to `most`."""
-    if isinstance(value, int) and value > most:
-        raise ValueError(f"{name} has {len(hex(value)) - 2} hex digits, it must be at most {most}")
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r} must be an integer >= {least}")
-
-
-def require_number(name: str, value: Any, least: float, most: float) -> None:
-    """Raise a ValueError unless `value` is a number (not a bool) from `least` to `most`."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not least <= value <= most:
-        raise ValueError(f"{name}={value!r:.60} must be a number from {least} to {most}")
-
-
-def require_bool(name: str, value: Any) -> None:
-    """Raise a ValueError unless `value` is a bool: the text "no" would count as true."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be True or False")
-
-
-def require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raise a ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(choices)}")

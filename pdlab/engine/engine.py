@@ -5,10 +5,10 @@ step():  batch = scheduler.schedule();  output = runner.run(batch);  scheduler.u
 
 from __future__ import annotations
 
-import itertools
+import asyncio
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -20,21 +20,23 @@ from pdlab.costmodel import Hardware
 from pdlab.engine import admission
 from pdlab.engine.admission import Prompt, PromptList
 from pdlab.engine.allocations import AllocationMeter
-from pdlab.engine.config import EngineConfig, SamplingParams, require_int
+from pdlab.engine.config import EngineConfig
 from pdlab.engine.exactness import check_rows_are_alike
 from pdlab.engine.interrupts import undisturbed
-from pdlab.engine.output import Chunk, RequestOutput
+from pdlab.engine.output import Chunk, FinishReason, RequestOutput
 from pdlab.engine.preemption import PreemptionPolicy
 from pdlab.engine.probe import Probe
-from pdlab.engine.recorder import Recorder
+from pdlab.engine.recorder import Recorder, Spoken
 from pdlab.engine.request import Request, Sample, new_request
 from pdlab.engine.runner import EXACT_ROW_TILE, ModelRunner, Runner, StepOutput
-from pdlab.engine.sampler import Sampler
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
 from pdlab.engine.sequence import Sequence
 from pdlab.engine.timing import StageClock
+from pdlab.engine.turns import Turns
 from pdlab.kvcache import KVMemory, PagedKVCache, PrefixCacheStats
 from pdlab.models import Model
+from pdlab.requirements import require_int
+from pdlab.sampling import Compiler, Sampler, SamplingParams
 from pdlab.trace import BlockMove, StepRecord, Trace
 
 
@@ -90,9 +92,12 @@ class Engine:
             window=admission.attention_window(config),
             weighs=config.heavy_tokens > 0,
         )
+        self.compiler = Compiler(
+            model.tokenizer, model.config.vocab_size, config.constraint_backend
+        )
         self.requests: dict[str, Request] = {}
         self._recorder = Recorder(model, memory, config)
-        self._names = itertools.count()
+        self._num_requests = 0
         self._seeds = random.Random(config.seed)
         self._step = 0
         self._freed: list[int] = []
@@ -100,6 +105,7 @@ class Engine:
         memory.join(admission.kind_of_memory(model, config), config.max_num_seqs)
         self._epoch = time.perf_counter()
         self._lock = memory.lock
+        self._turns = Turns()
 
     @staticmethod
     def memory_for(model: Model, config: EngineConfig, num_engines: int = 2) -> KVMemory:
@@ -133,7 +139,9 @@ class Engine:
                 self.runner.carry_out(orders)
                 self._note(batch)
             if not batch.scheduled:
-                assert memory.num_engines > 1, "there is work, and nothing of it was scheduled"
+                sequences = [*self.scheduler.running, *self.scheduler.waiting]
+                idle = memory.num_engines > 1 or all(s.paused for s in sequences)
+                assert idle, "there is work, and nothing of it was scheduled"
                 return None
             clock.lap("schedule")
             with self._metered() as activations:
@@ -163,10 +171,10 @@ class Engine:
         self.runner.commit()
         for part in batch.scheduled:
             part.sequence.add_mass(output.block_mass.get(part.sequence.sequence_id, []))
-        sampled = {i: [s.token_id for s in drawn] for i, drawn in output.sampled.items()}
+        token_ids = {i: [s.token_id for s in drawn] for i, drawn in output.sampled.items()}
         residents = self._recorder.residents(self.scheduler, batch)
-        self._freed += self.scheduler.update(batch, sampled)
-        texts = self._deliver(batch, sampled, start_s)
+        self._freed += self.scheduler.update(batch, token_ids)
+        spoken = self._deliver(batch, output, start_s)
         clock.lap("deliver")
         record = self._recorder.record(
             step=self._step,
@@ -176,7 +184,7 @@ class Engine:
             batch=batch,
             output=output,
             moves=moves,
-            texts=texts,
+            spoken=spoken,
             residents=residents,
             waiting=self.scheduler.waiting,
             blocks_freed=self._freed,
@@ -189,46 +197,43 @@ class Engine:
         return record
 
     def _deliver(
-        self, batch: ScheduledBatch, sampled: Mapping[str, list[int]], start_s: float
-    ) -> dict[str, str]:
+        self, batch: ScheduledBatch, output: StepOutput, start_s: float
+    ) -> dict[str, Spoken]:
         """Hand the new tokens to their requests and end those sequences that are done.
 
-        Returns the text released by sequence id.
+        Returns what became of the text, by sequence id.
         """
         now_s = self._now()
-        texts: dict[str, str] = {}
+        spoken: dict[str, Spoken] = {}
         for part in batch.scheduled:
             for sequence in [part.sequence, *part.forks]:
                 request, sample = self._find(sequence)
+                name = sequence.sequence_id
                 if sample.metrics.first_scheduled_s is None:
                     sample.metrics.first_scheduled_s = start_s
                     sample.metrics.num_cached_tokens = part.num_cached_tokens
+                request.prompt_logprobs |= output.prompt_logprobs.get(name, {})
                 text = ""
-                for token_id in sampled.get(sequence.sequence_id, ()):
-                    text += request.add_token(sample, token_id, now_s)
-                    if reason := self._finish_reason(sequence):
-                        self._end(request, sample, reason)
-                        text += sample.texts[-1]
-                texts[sequence.sequence_id] = text
-        return texts
+                for sampled in output.sampled.get(name, ()):
+                    text += request.release(sample.take(sampled, now_s))
+                    if reason := sample.ending(admission.longest(self.config)):
+                        text += self._end(request, sample, reason)
+                if error := output.failed.get(name):
+                    sample.error = error
+                    text += self._end(request, sample, "error")
+                spoken[name] = Spoken(text, sample.held, sample.stop_reason)
+                request.pause_if_unread()
+        return spoken
 
-    def _end(self, request: Request, sample: Sample, reason: str) -> None:
-        """Finish one sequence: give its blocks back, release its text."""
+    def _end(self, request: Request, sample: Sample, reason: FinishReason) -> str:
+        """Finish one sequence: give its blocks back; returns the last of its text."""
         self._freed += self.scheduler.finish(sample.sequence, reason)
-        request.close(sample)
+        return request.release(sample.close())
 
     def _find(self, sequence: Sequence) -> tuple[Request, Sample]:
         """The request and the sample that a sequence works for."""
         request = self.requests[sequence.request_id]
         return request, next(s for s in request.samples if s.sequence is sequence)
-
-    def _finish_reason(self, sequence: Sequence) -> str | None:
-        params = sequence.params
-        if sequence.token_ids[-1] in self.model.config.eos_token_ids and not params.ignore_eos:
-            return "stop"
-        if sequence.num_output_tokens >= params.max_tokens:
-            return "length"
-        return "length" if sequence.num_tokens >= admission.longest(self.config) else None
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -236,34 +241,40 @@ class Engine:
         """Queue a request; it runs as `step()` is called. Returns its id.
 
         Raises:
-            ValueError: the prompt is empty, too long, or can never fit into the KV pool.
+            ValueError: the prompt is empty, too long, or can never fit into the KV pool; or its
+                constraint is impossible.
         """
+        return self._submit(prompt, params).request_id
+
+    def _submit(
+        self, prompt: Prompt, params: SamplingParams | None, max_unread: int | None = None
+    ) -> Request:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r:.60} must be SamplingParams")
         kept = self._require_open().manager.retention
+        admission.check_token_ids(self.model, params)
         text, prompt_ids = admission.tokenize(self.model, prompt)
         admission.check_fits(self.config, kept, prompt_ids, params)
         with self._lock, undisturbed():
-            return self._queue(text, prompt_ids, params)
-
-    def _queue(self, text: str, prompt_ids: list[int], params: SamplingParams) -> str:
-        self._require_open()
-        request_id = f"r{next(self._names)}"
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        request = self.requests[request_id] = new_request(
-            request_id,
-            text,
-            prompt_ids,
-            params,
-            seed=seed,
-            uses_prefix_cache=self.config.enable_prefix_cache and params.prefix_cache,
-            arrival_s=self._now(),
-            tokenizer=self.model.tokenizer,
-        )
-        self._recorder.add_request(request, params)
-        self.scheduler.add(request.samples[0].sequence)
-        return request_id
+            self._require_open()
+            request = new_request(
+                f"r{self._num_requests}",
+                text,
+                prompt_ids,
+                params,
+                seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+                uses_prefix_cache=self.config.enable_prefix_cache and params.prefix_cache,
+                arrival_s=self._now(),
+                model=self.model,
+                compiler=self.compiler,
+            )
+            request.max_unread = max_unread
+            self._num_requests += 1
+            self.requests[request.request_id] = request
+            self._recorder.add_request(request, params)
+            self.scheduler.add(request.samples[0].sequence)
+            return request
 
     def abort(self, request_id: str) -> None:
         """End a request now and free its blocks; one that has finished or is gone stays so."""
@@ -323,7 +334,10 @@ class Engine:
                     self.abort(request_id)
                     self.requests.pop(request_id, None)
             raise
-        return [self.collect(i) if isinstance(i, str) else i for i in ids]
+        outputs = [self.collect(i) if isinstance(i, str) else i for i in ids]
+        if alone and (failure := outputs[0].error):
+            raise failure
+        return outputs
 
     def _run_until_finished(self, request_ids: list[str], progress: bool) -> None:
         pending = [self.requests[i] for i in request_ids]
@@ -334,30 +348,71 @@ class Engine:
                 bar.update(len(pending) - len(still))
                 pending = still
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, max_unread: int = 64
+    ) -> Iterator[Chunk]:
         """Yield a request's text as it is made. Closing the iterator aborts the request.
 
         The request is submitted now; other requests of this engine go on in the same steps.
+
+        Args:
+            max_unread: chunks that may wait to be read, while others' reading drives the engine;
+                then the request pauses until they are.
+
+        Raises:
+            ValueError: as `submit`; or, after the last chunk, what kept a sample from going on.
         """
-        chunks = self._follow(self.submit(prompt, params))
+        require_int("max_unread", max_unread, least=1)
+        chunks = self._follow(self._submit(prompt, params, max_unread))
         next(chunks)  # enter its `try`, or closing it unread would not abort
         return chunks
 
-    def _follow(self, request_id: str) -> Iterator[Chunk]:
-        request = self.requests[request_id]
-        seen = 0
+    def _follow(self, request: Request) -> Iterator[Chunk]:
         try:
             yield Chunk("", [])  # taken by `stream`
-            while True:
-                while seen < len(request.chunks):
-                    seen += 1
-                    yield request.chunks[seen - 1]
-                if request.finished:
-                    return
-                self._step_or_wait()
+            while not request.is_drained:
+                yield from request.read()
+                self._advance(request)
+            request.raise_error()
         finally:
-            self.abort(request_id)
-            self.requests.pop(request_id, None)
+            self._leave(request)
+
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, max_unread: int = 64
+    ) -> AsyncIterator[Chunk]:
+        """As `stream`, for an event loop: steps run in a thread, one for all who wait.
+
+        The request is submitted when the first chunk is asked for. Closing the iterator, or
+        cancelling the task that reads it, aborts the request.
+        """
+        require_int("max_unread", max_unread, least=1)
+        submitting = asyncio.ensure_future(
+            asyncio.to_thread(self._submit, prompt, params, max_unread)
+        )
+        try:
+            request = await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(lambda done: self._leave(done.result()))
+            raise
+        try:
+            while not request.is_drained:
+                for chunk in request.read():
+                    yield chunk
+                await self._turns.wait(lambda: self._advance(request))
+            request.raise_error()
+        finally:
+            await asyncio.shield(asyncio.to_thread(self._leave, request))
+
+    def _advance(self, request: Request) -> None:
+        """Step, unless there is something to read already, from a step that another one made."""
+        with self._lock:
+            if not request.num_unread and not request.finished:
+                self._step_or_wait()
+
+    def _leave(self, request: Request) -> None:
+        """The reader of a stream is gone."""
+        self.abort(request.request_id)
+        self.requests.pop(request.request_id, None)
 
     def _step_or_wait(self) -> None:
         """Step; where other engines hold the blocks, wait for what they do in other threads."""

@@ -14,10 +14,10 @@ from itertools import accumulate
 
 from pdlab.engine.batch import prepare
 from pdlab.engine.runner import StepOutput
-from pdlab.engine.sampler import Sampled
 from pdlab.engine.scheduler import ScheduledBatch, ScheduledSequence
 from pdlab.engine.timing import StageClock
 from pdlab.kvcache import Release
+from pdlab.sampling import Sampled
 from pdlab.trace import DROPPED, BlockMove
 
 EMPTY = 0

@@ -15,16 +15,17 @@ from pdlab.attention import BACKENDS
 from pdlab.engine import admission
 from pdlab.engine.attention_mass import AttentionMass
 from pdlab.engine.batch import prepare
-from pdlab.engine.config import EngineConfig, SamplingParams, require_int
+from pdlab.engine.config import EngineConfig
 from pdlab.engine.exactness import check_rows_are_alike
 from pdlab.engine.interrupts import undisturbed
 from pdlab.engine.probe import LayerObserver
 from pdlab.engine.runner import EXACT_ROW_TILE, ModelRunner
-from pdlab.engine.sampler import Sampler
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
 from pdlab.engine.sequence import Sequence
 from pdlab.engine.timing import StageClock
 from pdlab.models import Model
+from pdlab.requirements import require_int
+from pdlab.sampling import Sampler, SamplingParams
 
 
 class ForcedRun:

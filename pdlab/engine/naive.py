@@ -15,12 +15,11 @@ from torch import Tensor
 
 from pdlab.attention import AttentionBackend, ExactAttention, FusedAttention, Window, narrower
 from pdlab.costmodel import StepCost, dense_step_cost
-from pdlab.engine.admission import check_vocabulary
-from pdlab.engine.config import SamplingParams
+from pdlab.engine.admission import check_token_ids, check_vocabulary
+from pdlab.engine.request import Sample, new_request
 from pdlab.engine.runner import EXACT_ROW_TILE
-from pdlab.engine.sampler import Sampler
-from pdlab.engine.sequence import Sequence
 from pdlab.models import Model
+from pdlab.sampling import Compiler, Sampler, SamplingParams
 
 
 @dataclass
@@ -51,6 +50,7 @@ class NaiveGenerator:
         self._windows = [narrower(window, w) for w in model.config.windows]
         self._row_tile = EXACT_ROW_TILE if exact else None
         self._sampler = Sampler(top_k_recorded=0)
+        self._compiler = Compiler(model.tokenizer, model.config.vocab_size)
 
     def logits(self, token_ids: list[int], *, last_only: bool = False) -> Tensor:
         """Next-token logits at every position, float32 [len(token_ids) or 1, vocab_size]."""
@@ -78,27 +78,45 @@ class NaiveGenerator:
             ValueError: the prompt is empty, too long, or has unknown token ids.
         """
         params = params or SamplingParams()
+        for name, only in {"n": 1, "prompt_logprobs": None}.items():
+            if getattr(params, name) != only:
+                raise ValueError(f"{name}={getattr(params, name)} needs an Engine")
         limit = self.model.config.max_model_len
         if not 0 < len(prompt_ids) <= limit:
             raise ValueError(f"prompt has {len(prompt_ids)} tokens, it must have 1 to {limit}")
         check_vocabulary(self.model, prompt_ids)
-        seed = seed if params.seed is None else params.seed
-        sequence = Sequence("naive", "naive", prompt_ids, params, seed)
-        output = NaiveOutput()
+        check_token_ids(self.model, params)
+        sample = self._new_sample(prompt_ids, params, seed)
+        sequence, output = sample.sequence, NaiveOutput()
         for _ in track(range(params.max_tokens)):
             start = time.perf_counter()
             logits = self.logits(sequence.token_ids, last_only=True)
-            token_id = self._sampler.sample(logits, [sequence])[0].token_id
+            [drawn] = self._sampler.sample(logits, [sequence])
+            if isinstance(drawn, ValueError):
+                raise drawn
             output.token_s.append(time.perf_counter() - start)
             output.costs.append(self._cost(sequence.num_tokens))
-            sequence.token_ids.append(token_id)
-            stop = token_id in self.model.config.eos_token_ids and not params.ignore_eos
-            if stop or sequence.num_tokens >= limit:
+            sequence.token_ids.append(drawn.token_id)
+            sample.take(drawn, time.perf_counter())
+            if sample.ending(limit):
                 break
-        output.token_ids = sequence.output_ids
-        if tokenizer := self.model.tokenizer:
-            output.text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        sample.close()
+        output.token_ids, output.text = sequence.output_ids, sample.text
         return output
+
+    def _new_sample(self, prompt_ids: list[int], params: SamplingParams, seed: int) -> Sample:
+        request = new_request(
+            "naive",
+            "",
+            prompt_ids,
+            params,
+            seed=seed if params.seed is None else params.seed,
+            uses_prefix_cache=False,
+            arrival_s=time.perf_counter(),
+            model=self.model,
+            compiler=self._compiler,
+        )
+        return request.samples[0]
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self._attention.dense(q, k, v, self._windows[layer])

@@ -1,23 +1,39 @@
-"""What a caller gets back: text released as soon as it is certain, and the finished request."""
+"""What a caller gets back: pieces of a stream, and the finished request."""
 
 from __future__ import annotations
 
-import codecs
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pdlab.engine.metrics import RequestMetrics
-from pdlab.models.tokenizer import Tokenizer
+from pdlab.sampling import TokenLogprobs
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+StopReason = str | int | None
+"""Why a text stopped: the stop string, the stop token's id, or CONSTRAINT_OVER. None for the
+model's own end-of-sequence token, and where it did not stop."""
+CONSTRAINT_OVER = "constraint"
+"""The text is complete, and its constraint allows nothing more."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a stream. `text` may be empty while a character's bytes are still incomplete."""
+    """A piece of a stream: as a rule a token, and the text that became certain with it.
+
+    `text` may be empty while a character's bytes are incomplete, or while it may be the beginning
+    of a stop string. The last chunk brings no token, but what was held back.
+    """
 
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
     index: int = 0
     """Which of the request's samples it belongs to."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each token, where they were asked for."""
+    times_s: list[float] = field(default_factory=list)
+    """When each token was there, in seconds since the engine was made."""
+    stop_reason: StopReason = None
 
 
 @dataclass(frozen=True)
@@ -27,16 +43,30 @@ class Completion:
     index: int
     token_ids: list[int]
     text: str
-    finish_reason: str
-    """`stop`, `length`, `abort` or `error`."""
+    finish_reason: FinishReason
     metrics: RequestMetrics
+    stop_reason: StopReason = None
+    logprobs: list[TokenLogprobs] | None = None
+    error: ValueError | None = None
+    """Why it could not go on, where `finish_reason` is "error"."""
+
+    @property
+    def sum_logprob(self) -> float:
+        """Log probability of the whole output, in the model's own distribution.
+
+        Raises:
+            ValueError: the request did not ask for `logprobs`.
+        """
+        if self.logprobs is None:
+            raise ValueError("logprobs=None: ask for logprobs=0 to have the sum")
+        return sum(each.logprob for each in self.logprobs)
 
 
 @dataclass
 class RequestOutput:
-    """A finished request. `error` is set, and all else empty, if it was refused.
+    """A finished request. A refused one has no request id, no tokens, and an `error`.
 
-    `token_ids`, `text`, `finish_reason` and `metrics` are those of the first sample.
+    `token_ids`, `text`, `finish_reason`, `metrics` and so on are those of the first sample.
     """
 
     request_id: str
@@ -44,7 +74,8 @@ class RequestOutput:
     prompt_ids: list[int]
     completions: list[Completion]
     """As many as `SamplingParams.n` asked for; one of a refused request."""
-    error: ValueError | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One for each token of the prompt, where they were asked for; None for the first token."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -55,54 +86,22 @@ class RequestOutput:
         return self.completions[0].text
 
     @property
-    def finish_reason(self) -> str:
+    def finish_reason(self) -> FinishReason:
         return self.completions[0].finish_reason
+
+    @property
+    def stop_reason(self) -> StopReason:
+        return self.completions[0].stop_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        return self.completions[0].logprobs
 
     @property
     def metrics(self) -> RequestMetrics:
         return self.completions[0].metrics
 
-
-@dataclass
-class Detokenizer:
-    """Turns tokens into text one at a time, never showing half a character.
-
-    With a byte-level vocabulary every token is a string of bytes, and a UTF-8 decoder holds back
-    the bytes of an unfinished character; so the pieces joined are the one-shot text. Special tokens
-    give no text. Without a tokenizer there is no text at all.
-    """
-
-    tokenizer: Tokenizer | None
-    _utf8: codecs.IncrementalDecoder = field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
-    )
-    _ids: list[int] = field(default_factory=list)
-    _shown: str = ""
-
-    def add(self, token_id: int) -> str:
-        """Text that became certain with this token."""
-        if self.tokenizer is None or token_id in self.tokenizer.special_ids:
-            return ""
-        if self.tokenizer.is_byte_level:
-            return self._utf8.decode(self.tokenizer.token_bytes(token_id) or b"")
-        self._ids.append(token_id)
-        if self.tokenizer.is_byte_fallback(token_id):  # its run of bytes may still change meaning
-            return ""
-        return self._advance(hold_back=True)
-
-    def flush(self) -> str:
-        """What was held back, at the end of the text."""
-        if self.tokenizer is None:
-            return ""
-        if self.tokenizer.is_byte_level:
-            return self._utf8.decode(b"", final=True)
-        return self._advance(hold_back=False)
-
-    def _advance(self, hold_back: bool) -> str:
-        """For other vocabularies: the whole text again, less what was shown before."""
-        assert self.tokenizer is not None
-        text = self.tokenizer.decode(self._ids)
-        if hold_back and text.endswith("\ufffd"):
-            return ""
-        new, self._shown = text[len(self._shown) :], text
-        return new
+    @property
+    def error(self) -> ValueError | None:
+        """The first error of its samples."""
+        return next((c.error for c in self.completions if c.error is not None), None)

@@ -11,7 +11,8 @@ from pdlab.costmodel import Chunk as CostChunk
 from pdlab.costmodel import StepCost, step_cost
 from pdlab.engine import admission
 from pdlab.engine.allocations import AllocationMeter
-from pdlab.engine.config import EngineConfig, SamplingParams
+from pdlab.engine.config import EngineConfig
+from pdlab.engine.output import StopReason
 from pdlab.engine.request import Request
 from pdlab.engine.runner import StepOutput
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
@@ -19,6 +20,7 @@ from pdlab.engine.sequence import Sequence
 from pdlab.kvcache import KVMemory
 from pdlab.machine import describe_machine
 from pdlab.models import Model
+from pdlab.sampling import SamplingParams
 from pdlab.trace import (
     DROPPED,
     BlockMove,
@@ -28,6 +30,14 @@ from pdlab.trace import (
     StepRecord,
     Trace,
 )
+
+
+class Spoken(NamedTuple):
+    """What became of a sequence's text in a step."""
+
+    released: str
+    held: str
+    stop_reason: StopReason
 
 
 class Recorder:
@@ -95,7 +105,7 @@ class Recorder:
         batch: ScheduledBatch,
         output: StepOutput,
         moves: list[BlockMove],
-        texts: dict[str, str],
+        spoken: dict[str, Spoken],
         residents: list[Resident],
         waiting: Collection[Sequence],
         blocks_freed: list[int],
@@ -107,7 +117,7 @@ class Recorder:
         cost = step_cost(
             self._seen_by,
             [CostChunk(part.start, part.num_tokens) for part in batch.scheduled],
-            num_sampled=sum(part.samples for part in batch.scheduled),
+            num_sampled=sum(part.num_logit_rows for part in batch.scheduled),
             weight_element_bytes=self._model.decoder.dtype.itemsize,
             kv_element_bytes=self._element_bytes,
         )
@@ -116,7 +126,7 @@ class Recorder:
             start_s=start_s,
             wall_s=wall_s,
             stage_s=stage_s,
-            sequences=_sequence_records(batch, output, texts),
+            sequences=_sequence_records(batch, output, spoken),
             residents=residents,
             waiting=[s.sequence_id for s in waiting],
             preempted=[s.sequence_id for s in batch.preempted],
@@ -181,7 +191,7 @@ def _use_of(residents: list[Resident], block_size: int) -> _Use:
 
 
 def _sequence_records(
-    batch: ScheduledBatch, output: StepOutput, texts: dict[str, str]
+    batch: ScheduledBatch, output: StepOutput, spoken: dict[str, Spoken]
 ) -> list[SequenceRecord]:
     """One record for each scheduled sequence, followed by those that fork off it."""
     records = []
@@ -195,7 +205,7 @@ def _sequence_records(
                 token_ids=own.token_ids[part.start : part.end],
                 blocks_taken=part.blocks_taken,
                 num_cached_tokens=part.num_cached_tokens,
-                **_drawn(own, output, texts),
+                **_drawn(own, output, spoken[own.sequence_id]),
             )
         )
         for fork in part.forks:
@@ -207,23 +217,26 @@ def _sequence_records(
                     token_ids=[],
                     blocks_taken=[],
                     forked_from=own.sequence_id,
-                    **_drawn(fork, output, texts),
+                    **_drawn(fork, output, spoken[fork.sequence_id]),
                 )
             )
     return records
 
 
-def _drawn(sequence: Sequence, output: StepOutput, texts: dict[str, str]) -> dict[str, Any]:
+def _drawn(sequence: Sequence, output: StepOutput, spoken: Spoken) -> dict[str, Any]:
     """What a sequence put out in this step, as fields of its record."""
     drawn: dict[str, Any] = {
-        "text": texts.get(sequence.sequence_id, ""),
+        "text": spoken.released,
+        "held": spoken.held,
         "finish_reason": sequence.finish_reason,
+        "stop_reason": spoken.stop_reason,
     }
     for sampled in output.sampled.get(sequence.sequence_id, ()):
         drawn |= {
             "sampled": sampled.token_id,
             "probability": sampled.probability,
             "top": sampled.top,
+            "num_allowed": sampled.num_allowed,
         }
     return drawn
 

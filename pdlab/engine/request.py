@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pdlab.engine.config import SamplingParams
+from pdlab.engine.detokenizer import Detokenizer
 from pdlab.engine.metrics import RequestMetrics
-from pdlab.engine.output import Chunk, Completion, Detokenizer, RequestOutput
-from pdlab.engine.sampler import mix
+from pdlab.engine.output import (
+    CONSTRAINT_OVER,
+    Chunk,
+    Completion,
+    FinishReason,
+    RequestOutput,
+    StopReason,
+)
 from pdlab.engine.sequence import Sequence, SequenceState
-from pdlab.models.tokenizer import Tokenizer
+from pdlab.engine.stops import StopFinder
+from pdlab.models import Model
+from pdlab.sampling import Compiler, Sampled, SamplingParams, TokenLogprobs, mix
 from pdlab.trace import sample_ids
 
 
@@ -21,11 +29,88 @@ class Sample:
     sequence: Sequence
     metrics: RequestMetrics
     detokenizer: Detokenizer
+    stops: StopFinder
     texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    stop_reason: StopReason = None
+    error: ValueError | None = None
 
     @property
     def finished(self) -> bool:
         return self.sequence.state is SequenceState.FINISHED
+
+    @property
+    def text(self) -> str:
+        """All text released so far."""
+        return "".join(self.texts)
+
+    def take(self, sampled: Sampled, now_s: float) -> Chunk:
+        """Book the sequence's newest token, which has just been appended to it."""
+        sequence, params = self.sequence, self.sequence.params
+        self.metrics.token_times_s.append(now_s)
+        if sampled.logprobs:
+            self.logprobs.append(sampled.logprobs)
+        text = ""
+        if params.include_stop or not sequence.is_stopped_by_token:
+            text = self.detokenizer.add(sampled.token_id)
+        return self._release(
+            self.stops.push(text, searches=sequence.may_stop),
+            token_ids=[sampled.token_id],
+            logprobs=[sampled.logprobs] if sampled.logprobs else None,
+            times_s=[now_s],
+        )
+
+    def ending(self, max_model_len: int) -> FinishReason | None:
+        """Whether the text ends with its newest token; `stop_reason` then says what stopped it.
+
+        Raises:
+            ValueError: the newest token is not what the constraint allowed.
+        """
+        sequence, params = self.sequence, self.sequence.params
+        newest = sequence.token_ids[-1]
+        if sequence.is_stopped_by_token:
+            self.stop_reason = newest if newest in params.stop_token_ids else None
+            return "stop"
+        if self.stops.found is not None:
+            self.stop_reason = self.stops.found
+            return "stop"
+        if sequence.constraint and sequence.may_stop:
+            sequence.constraint.sync(sequence.output_ids)
+            if sequence.constraint.is_over:
+                self.stop_reason = CONSTRAINT_OVER
+                return "stop"
+        if sequence.num_output_tokens >= params.max_tokens:
+            return "length"
+        return "length" if sequence.num_tokens >= max_model_len else None
+
+    def close(self) -> Chunk:
+        """Release what was held back, once the sequence has finished."""
+        text = self.stops.push(self.detokenizer.flush())
+        return self._release(text + self.stops.flush(), token_ids=[])
+
+    @property
+    def held(self) -> str:
+        """What is held back: text that may begin a stop string, bytes of half a character."""
+        unfinished = self.detokenizer.held_bytes
+        return self.stops.held + (f"<{unfinished.hex(' ').upper()}>" if unfinished else "")
+
+    def _release(
+        self,
+        text: str,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        times_s: list[float] | None = None,
+    ) -> Chunk:
+        self.texts.append(text)
+        return Chunk(
+            text,
+            token_ids,
+            finish_reason=self.sequence.finish_reason,
+            index=self.index,
+            logprobs=logprobs,
+            times_s=times_s or [],
+            stop_reason=self.stop_reason if self.finished else None,
+        )
 
     def completion(self) -> Completion:
         """The finished sample, as the caller sees it."""
@@ -34,9 +119,12 @@ class Sample:
         return Completion(
             index=self.index,
             token_ids=sequence.output_ids,
-            text="".join(self.texts),
+            text=self.text,
             finish_reason=sequence.finish_reason,
             metrics=self.metrics,
+            stop_reason=self.stop_reason,
+            logprobs=None if sequence.params.logprobs is None else self.logprobs,
+            error=self.error,
         )
 
 
@@ -48,33 +136,62 @@ class Request:
     prompt: str
     samples: list[Sample]
     chunks: list[Chunk] = field(default_factory=list)
+    """All pieces so far, in the order in which they were released."""
+    num_read: int = 0
+    """Chunks that the reader of its stream has taken."""
+    max_unread: int | None = None
+    """Chunks that may wait for their reader before the request pauses; None for no limit."""
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """By position in the prompt."""
 
     @property
     def finished(self) -> bool:
         return all(sample.finished for sample in self.samples)
 
-    def add_token(self, sample: Sample, token_id: int, now_s: float) -> str:
-        """Book one new token; returns the text it released."""
-        sample.metrics.token_times_s.append(now_s)
-        return self._release(sample, sample.detokenizer.add(token_id), [token_id])
+    @property
+    def num_unread(self) -> int:
+        return len(self.chunks) - self.num_read
 
-    def close(self, sample: Sample) -> None:
-        """Release what the detokenizer held back, once the sequence has finished."""
-        self._release(sample, sample.detokenizer.flush(), [])
+    def pause_if_unread(self) -> None:
+        """Pause its sequences while too much of its stream waits to be read."""
+        paused = self.max_unread is not None and self.num_unread >= self.max_unread
+        for sample in self.samples:
+            sample.sequence.paused = paused
 
-    def _release(self, sample: Sample, text: str, token_ids: list[int]) -> str:
-        reason = sample.sequence.finish_reason
-        sample.texts.append(text)
-        self.chunks.append(Chunk(text, token_ids, reason, sample.index))
-        return text
+    @property
+    def is_drained(self) -> bool:
+        """Whether it has finished and all of it has been read."""
+        return self.finished and not self.num_unread
+
+    def raise_error(self) -> None:
+        """Raise what kept one of the samples from going on, if anything did."""
+        for sample in self.samples:
+            if sample.error is not None:
+                raise sample.error
+
+    def release(self, chunk: Chunk) -> str:
+        """Hand a piece of one of the samples to the reader; returns its text."""
+        self.chunks.append(chunk)
+        return chunk.text
+
+    def read(self) -> list[Chunk]:
+        """The chunks that have not been read."""
+        chunks = self.chunks[self.num_read :]
+        self.num_read = len(self.chunks)
+        self.pause_if_unread()
+        return chunks
 
     def output(self) -> RequestOutput:
         """The finished request, as the caller sees it."""
+        sequence = self.samples[0].sequence
+        wanted = sequence.params.prompt_logprobs is not None
+        positions = range(sequence.num_prompt_tokens)
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_ids=self.samples[0].sequence.prompt_ids,
+            prompt_ids=sequence.prompt_ids,
             completions=[sample.completion() for sample in self.samples],
+            prompt_logprobs=[self.prompt_logprobs.get(p) for p in positions] if wanted else None,
         )
 
 
@@ -87,12 +204,18 @@ def new_request(
     seed: int,
     uses_prefix_cache: bool,
     arrival_s: float,
-    tokenizer: Tokenizer | None,
+    model: Model,
+    compiler: Compiler,
 ) -> Request:
     """A request with `params.n` sequences: the first runs, the others fork off it.
 
     The first sample draws with the request's own seed, as it would alone.
+
+    Raises:
+        ValueError: a constraint, or a token id, does not fit the model.
     """
+    constraint, bad_words = compiler.constraint(params), compiler.bad_words(params)
+    own_ends = () if params.ignore_eos else model.config.eos_token_ids
     samples = [
         Sample(
             index,
@@ -102,10 +225,14 @@ def new_request(
                 prompt_ids=prompt_ids,
                 params=params,
                 seed=seed if index == 0 else mix(seed, -index),
-                uses_prefix_cache=uses_prefix_cache,
+                uses_prefix_cache=uses_prefix_cache and params.prompt_logprobs is None,
+                stop_ids=frozenset((*own_ends, *params.stop_token_ids)),
+                constraint=constraint and constraint.fork(),
+                bad_words=bad_words and bad_words.fork(),
             ),
             RequestMetrics(arrival_s=arrival_s, num_prompt_tokens=len(prompt_ids)),
-            Detokenizer(tokenizer),
+            Detokenizer(model.tokenizer, params.skip_special_tokens),
+            StopFinder(params.stop, params.include_stop),
         )
         for index, name in enumerate(sample_ids(request_id, params.n))
     ]

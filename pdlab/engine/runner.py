@@ -13,14 +13,16 @@ from pdlab.attention import AttentionBackend, Window, narrower
 from pdlab.engine.attention_mass import AttentionMass
 from pdlab.engine.batch import BatchInputs, prepare
 from pdlab.engine.probe import LayerObserver, Probe
-from pdlab.engine.sampler import Sampled, Sampler
 from pdlab.engine.scheduler import ScheduledBatch
 from pdlab.engine.timing import StageClock
 from pdlab.kvcache import KVMemory, Release, WritePlan
 from pdlab.models import Model
+from pdlab.sampling import Sampled, Sampler, TokenLogprobs, logprobs_of
 from pdlab.trace import BlockMove, Capture
 
 EXACT_ROW_TILE = 16
+PROMPT_LOGIT_ROWS = 128
+"""Prompt tokens whose logits exist at once: a row of them is a number for each token there is."""
 
 
 @dataclass
@@ -30,11 +32,15 @@ class StepOutput:
     `sampled` has the new tokens by sequence id: of each scheduled sequence that is up to date, and
     of those that fork off it. `logits` are the rows sampled from, one for each such scheduled
     sequence, float32 [num_rows, vocab_size]; None where nothing is sampled or no model stands
-    behind the runner. `block_mass` is the attention that each block of a sequence received, by
-    sequence id, where the runner keeps account of it.
+    behind the runner. A sequence in `failed` could not draw a token, and has none. `block_mass` is
+    the attention that each block of a sequence received, by sequence id, where the runner keeps
+    account of it. `prompt_logprobs` has, by sequence id and position, how probable the tokens of a
+    prompt were, where a request asks for that.
     """
 
     sampled: dict[str, list[Sampled]]
+    failed: dict[str, ValueError] = field(default_factory=dict)
+    prompt_logprobs: dict[str, dict[int, TokenLogprobs]] = field(default_factory=dict)
     logits: Tensor | None = None
     captures: list[Capture] = field(default_factory=list)
     block_mass: dict[str, list[float]] = field(default_factory=dict)
@@ -107,9 +113,27 @@ class ModelRunner:
             output.captures = probing.captures
         if self.weighs:
             output.block_mass = mass.block_mass
+        self._weigh_prompts(batch, inputs, hidden, output)
         if inputs.sample_rows:
             self._sample(batch, hidden[inputs.sample_rows], output, clock)
         return output
+
+    def _weigh_prompts(
+        self, batch: ScheduledBatch, inputs: BatchInputs, hidden: Tensor, output: StepOutput
+    ) -> None:
+        """How probable the prompts' tokens are; the logits of one at a time would fill memory."""
+        for part, first_row in zip(batch.scheduled, inputs.attention.query_starts, strict=False):
+            found: dict[int, TokenLogprobs] = {}
+            k, positions = part.sequence.params.prompt_logprobs or 0, part.prompt_positions
+            for at in range(positions.start, positions.stop, PROMPT_LOGIT_ROWS):
+                tile = range(at, min(at + PROMPT_LOGIT_ROWS, positions.stop))
+                rows = [first_row + position - part.start for position in tile]
+                logits = self.model.decoder.logits(hidden[rows], row_tile=self.row_tile)
+                following = part.sequence.token_ids[tile.start + 1 : tile.stop + 1]
+                told = logprobs_of(logits, torch.tensor(following, device=logits.device), k)
+                found |= dict(zip((position + 1 for position in tile), told, strict=True))
+            if found:
+                output.prompt_logprobs[part.sequence.sequence_id] = found
 
     def _sample(
         self, batch: ScheduledBatch, hidden: Tensor, output: StepOutput, clock: StageClock
@@ -122,7 +146,9 @@ class ModelRunner:
         sequences = [sequence for several in drawers for sequence in several]
         drawn = self.sampler.sample(output.logits[rows], sequences)
         for sequence, sampled in zip(sequences, drawn, strict=True):
-            output.sampled[sequence.sequence_id] = [sampled]
+            if isinstance(sampled, ValueError):
+                output.failed[sequence.sequence_id] = sampled
+            output.sampled[sequence.sequence_id] = [sampled] if isinstance(sampled, Sampled) else []
         clock.lap("sample")
 
     def forward(

@@ -7,12 +7,14 @@ sequences and numbers of blocks; it does not know the model, tensors or time.
 
 from __future__ import annotations
 
+from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from pdlab.engine.output import FinishReason
 from pdlab.engine.sequence import Sequence, SequenceState
-from pdlab.kvcache import KVManager
+from pdlab.kvcache import Hits, KVManager
 from pdlab.trace import Phase
 
 
@@ -35,6 +37,20 @@ class ScheduledSequence:
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def prompt_positions(self) -> range:
+        """Positions whose logits say how probable the next token of the prompt was, if that was
+        asked for."""
+        wanted = self.sequence.params.prompt_logprobs is not None
+        return range(
+            self.start, min(self.end, self.sequence.num_prompt_tokens - 1) if wanted else 0
+        )
+
+    @property
+    def num_logit_rows(self) -> int:
+        """Tokens of this part whose logits are computed."""
+        return len(self.prompt_positions) + self.samples
 
     @property
     def drawers(self) -> list[Sequence]:
@@ -63,6 +79,9 @@ class Scheduler:
     everyone in `waiting`: admission takes the oldest that waits, preemption the youngest that
     runs. So the oldest sequence always gets on, and with it, in the end, all.
 
+    A paused sequence is passed over, and those behind it may overtake. It keeps its blocks and its
+    seat only as long as nobody else needs them; when it goes on it has its old place in the order.
+
     Args:
         watermark: part of the pool that admission leaves free, for those that run to grow.
         swaps: whether a sequence about to be preempted should go to host memory rather than be
@@ -87,6 +106,7 @@ class Scheduler:
         self.swaps = swaps
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._num_arrivals = 0
 
     @property
     def has_work(self) -> bool:
@@ -98,6 +118,9 @@ class Scheduler:
         return sum(1 + len(s.forks) for s in self.running)
 
     def add(self, sequence: Sequence) -> None:
+        self._num_arrivals += 1
+        for each in (sequence, *sequence.forks):
+            each.arrival = self._num_arrivals
         self.waiting.append(sequence)
 
     def schedule(self) -> ScheduledBatch:
@@ -107,8 +130,9 @@ class Scheduler:
         """
         batch = ScheduledBatch()
         budget = self.max_num_batched_tokens
-        decodes = [s for s in self.running if s.phase == "decode"]
-        prefills = [s for s in self.running if s.phase == "prefill"]
+        awake = [s for s in self.running if not s.paused]
+        decodes = [s for s in awake if s.phase == "decode"]
+        prefills = [s for s in awake if s.phase == "prefill"]
         starved = False
         for sequence in decodes + prefills:
             if sequence.state is SequenceState.PREEMPTED or budget == 0:
@@ -123,7 +147,7 @@ class Scheduler:
             self._admit(budget, batch)
         elif self.running and not batch.scheduled:
             # Other engines hold the rest of the blocks. Two that wait for each other never end.
-            self._preempt(self.running[-1], batch)
+            self._preempt(self._victim(), batch)
         batch.scheduled.sort(key=lambda part: part.phase)  # one that comes back may decode at once
         return batch
 
@@ -158,7 +182,7 @@ class Scheduler:
         self.running[seat:seat] = forks
         behind.forks = []
 
-    def finish(self, sequence: Sequence, reason: str) -> list[int]:
+    def finish(self, sequence: Sequence, reason: FinishReason) -> list[int]:
         """End a sequence, wherever it is; returns the blocks that this freed."""
         if sequence.state is SequenceState.FINISHED:
             return []
@@ -172,23 +196,33 @@ class Scheduler:
 
     def _admit(self, budget: int, batch: ScheduledBatch) -> None:
         """Start waiting sequences, oldest first, while all their known tokens would fit."""
-        while self.waiting and budget > 0:
-            sequence = self.waiting[0]
-            if self.num_seats_taken + 1 + len(sequence.forks) > self.max_num_seqs:
-                break
+        while budget > 0 and (sequence := self._next_waiting()):
             hits = self.kv.look_up(sequence)
-            kept_free = self.blocks_kept_free if self.running else 0
-            needed = self.kv.blocks_to_start(sequence, hits, self.chunk_size)
-            if needed + kept_free > self.kv.pool.num_free:
-                break
+            if not self._has_room(sequence, hits):
+                if not (paused := [s for s in self.running if s.paused]):
+                    break
+                self._preempt(paused[-1], batch)
+                continue
             if sequence.state is SequenceState.WAITING:
                 self.kv.count(sequence, hits)
             sequence.num_cached_tokens = self.kv.start(sequence, hits)
-            self.running.append(self.waiting.popleft())
+            self.waiting.remove(sequence)
+            insort_right(self.running, sequence, key=_arrival)
             sequence.state = SequenceState.PREFILLING
             num_tokens = min(sequence.num_uncomputed_tokens, budget, self.chunk_size)
             self._plan(sequence, num_tokens, batch)
             budget -= num_tokens
+
+    def _next_waiting(self) -> Sequence | None:
+        return next((s for s in self.waiting if not s.paused), None)
+
+    def _has_room(self, sequence: Sequence, hits: Hits) -> bool:
+        """Whether there are seats for a waiting sequence and blocks for all that is known of it."""
+        if self.num_seats_taken + 1 + len(sequence.forks) > self.max_num_seqs:
+            return False
+        kept_free = self.blocks_kept_free if self.running else 0
+        needed = self.kv.blocks_to_start(sequence, hits, self.chunk_size)
+        return needed + kept_free <= self.kv.pool.num_free
 
     def _plan(self, sequence: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
         """Take the blocks for a sequence's next tokens and put them into the batch."""
@@ -213,7 +247,7 @@ class Scheduler:
         decodes and will end. Taking blocks from someone in between would let the younger overtake.
         """
         while self.kv.blocks_missing(sequence, num_tokens) > self.kv.pool.num_free:
-            victim = self.running[-1]
+            victim = self._victim()
             runs = victim is sequence or any(p.sequence is victim for p in batch.scheduled)
             if sequence.phase == "prefill" and runs:
                 return False
@@ -222,12 +256,20 @@ class Scheduler:
                 return False
         return True
 
+    def _victim(self) -> Sequence:
+        """Who gives blocks back: the youngest of those that are paused, or of all."""
+        return next((s for s in reversed(self.running) if s.paused), self.running[-1])
+
     def _preempt(self, sequence: Sequence, batch: ScheduledBatch) -> None:
         """Take a sequence's blocks away: its K and V go to host memory, or are computed again."""
         swaps = self.kv.can_swap_out(sequence) and self.swaps(sequence)
         self.running.remove(sequence)
-        self.waiting.appendleft(sequence)
+        insort_left(self.waiting, sequence, key=_arrival)
         sequence.state = SequenceState.PREEMPTED
         sequence.num_cached_tokens = 0
         batch.blocks_freed += self.kv.swap_out(sequence) if swaps else self.kv.release(sequence)
         batch.preempted.append(sequence)
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival

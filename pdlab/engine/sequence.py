@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdlab.engine.config import SamplingParams
+from pdlab.engine.output import FinishReason
 from pdlab.kvcache import Prefix
+from pdlab.sampling import Matcher, SamplingParams
 from pdlab.trace import Phase
 
 
@@ -56,8 +57,16 @@ class Sequence:
     """Attention that each block has received; kept only where blocks are dropped by it."""
     forks: list[Sequence] = field(default_factory=list)
     """Further samples of the same prompt, which start when the prompt is computed."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end it."""
+    constraint: Matcher | None = None
+    bad_words: Matcher | None = None
+    paused: bool = False
+    """Not to run for now: its reader has not taken what is there."""
+    arrival: int = 0
+    """Its place in the order in which requests came; samples of one request share it."""
     state: SequenceState = SequenceState.WAITING
-    finish_reason: str | None = None
+    finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
@@ -77,6 +86,17 @@ class Sequence:
     @property
     def output_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_ids) :]
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the output is long enough to end."""
+        return self.num_output_tokens >= self.params.min_tokens
+
+    @property
+    def is_stopped_by_token(self) -> bool:
+        """Whether the newest token ends it. Before `min_tokens` were there, none could."""
+        newest_may = self.num_output_tokens > self.params.min_tokens
+        return newest_may and self.token_ids[-1] in self.stop_ids
 
     @property
     def num_uncomputed_tokens(self) -> int:

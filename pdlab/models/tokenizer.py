@@ -13,6 +13,7 @@ from pdlab.models.chat import Message, render_chat
 
 if TYPE_CHECKING:
     import tokenizers
+    from llguidance import LLTokenizer
 
 
 BYTE_FALLBACK = re.compile("<0x[0-9A-F]{2}>")
@@ -140,6 +141,13 @@ class Tokenizer:
         """Whether tokens are strings of bytes (byte-level BPE) rather than of characters."""
         decoder = self.backend.decoder
         return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+    @cached_property
+    def llguidance(self) -> LLTokenizer:
+        """This vocabulary as llguidance wants it, which takes about half a second."""
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(self.backend.to_str(), eos_token=list(self.eos_token_ids) or None)
 
     @cached_property
     def _added_ids(self) -> frozenset[int]:

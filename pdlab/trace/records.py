@@ -63,9 +63,16 @@ class SequenceRecord:
     """Of the sampled token, in the distribution it was drawn from."""
     top: list[Candidate] = field(default_factory=list)
     """The most probable tokens of that distribution."""
+    num_allowed: int | None = None
+    """Tokens that could have been drawn; None where nobody counted."""
     text: str = ""
     """Text released to the caller in this step (may lag the token by a few bytes)."""
+    held: str = ""
+    """What is held back after this step: text that may begin a stop string, and the bytes of an
+    unfinished character, as `<F0 9F>`."""
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended it, or `constraint`."""
 
     @property
     def num_tokens(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdlab import Engine, EngineConfig, NaiveGenerator, RequestOutput, SamplingParams
 from pdlab.attention import Window
-from pdlab.engine.sampler import mix
+from pdlab.sampling import mix
 from pdlab.trace import DROPPED, sample_ids
 from tests.helpers import SHAPES, load_prompts, plain_kv, random_model, random_prompt, run_watched
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pdlab import Engine, EngineConfig, NaiveGenerator, SamplingParams
-from pdlab.engine.sampler import Sampler
 from pdlab.engine.sequence import Sequence
+from pdlab.sampling import Sampler
 from tests.helpers import random_model, random_prompt
 
 SEEDED = SamplingParams(temperature=1.0, seed=42, max_tokens=10)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pdlab import Engine, EngineConfig, SamplingParams
-from pdlab.engine.sampler import mix
+from pdlab.sampling import mix
 from tests.helpers import TINY, random_model, random_prompt, run_watched, watch
 
 EXACT = EngineConfig(exact=True, block_size=4, num_blocks=32)

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdlab import Engine, EngineConfig, Model, SamplingParams
+from pdlab.engine.detokenizer import Detokenizer
 from pdlab.engine.fake import FakeRunner, expected_tokens
-from pdlab.engine.output import Detokenizer
 from pdlab.models import Tokenizer
 from tests.helpers import random_model
 

@@ -1,0 +1,29 @@
+"""Steps for readers on an event loop: run in a thread, one at a time, shared by all who wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Turns:
+    """Lets the tasks of an event loop wait for work that one of them starts in a thread.
+
+    Ten readers that wait for the same step need one thread, not ten.
+    """
+
+    def __init__(self) -> None:
+        self._current: asyncio.Future[None] | None = None
+
+    async def wait(self, work: Callable[[], None]) -> None:
+        """Wait for the work in progress; where there is none, do this.
+
+        A task that is cancelled while it waits leaves the work, which others wait for, alone.
+        """
+        if self._current is None or self._current.done() or not self._is_of_this_loop():
+            self._current = asyncio.ensure_future(asyncio.to_thread(work))
+        await asyncio.shield(self._current)
+
+    def _is_of_this_loop(self) -> bool:
+        assert self._current is not None
+        return self._current.get_loop() is asyncio.get_running_loop()
