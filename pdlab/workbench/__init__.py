@@ -33,6 +33,7 @@ from pdlab.workbench.notebooks import execute_notebook
 from pdlab.workbench.palette import legend
 from pdlab.workbench.roofline_view import RooflineView
 from pdlab.workbench.stepper import Stepper
+from pdlab.workbench.stream_view import StreamView
 from pdlab.workbench.tokens import token_table
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "Predictions",
     "RooflineView",
     "Stepper",
+    "StreamView",
     "Study",
     "check",
     "compare_with_naive",
