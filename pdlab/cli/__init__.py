@@ -19,6 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+bench_app = typer.Typer(help="Measure things side by side, in one run.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 
 
@@ -142,5 +145,36 @@ def replay(
                 num_requests=requests,
                 step_ms=step_ms,
                 baselines=baselines,
+            )
+        )
+
+
+@bench_app.command()
+def sampling(
+    batch: Annotated[int, typer.Option(help="Sequences that decode together.")] = 32,
+    context: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Rounds of all mixes; each has 6 steps.")] = 3,
+    model: Annotated[
+        str, typer.Option(help="A name, a GGUF file, a model directory or a hub id.")
+    ] = "smollm2-135m",
+    device: DeviceOption = "cpu",
+    constraint_backend: Annotated[str, typer.Option(help="llguidance or pdlab.")] = "llguidance",
+    save: Annotated[
+        Path | None, typer.Option(help="Write the measurement here, say sampling.json.")
+    ] = None,
+) -> None:
+    """What sampling costs beside the decode step that it is part of."""
+    with one_line_errors():
+        from pdlab.cli.bench import SamplingBench, bench_sampling
+
+        bench_sampling(
+            SamplingBench(
+                batch=batch,
+                context_len=context,
+                repeats=repeats,
+                model=model,
+                device=device,
+                constraint_backend=constraint_backend,
+                save=save,
             )
         )
