@@ -81,6 +81,44 @@ def run(
 
 
 @app.command()
+def chat(
+    model: Annotated[
+        str, typer.Option(help="A name, a GGUF file, a model directory or a hub id.")
+    ] = "smollm2-135m",
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told before all else.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 0.2,
+    top_p: Annotated[
+        float, typer.Option(help="Only the most probable tokens, up to this probability.")
+    ] = 0.9,
+    seed: Annotated[int | None, typer.Option(help="The same answers each time.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
+    device: DeviceOption = "cpu",
+    save: Annotated[
+        Path | None, typer.Option(help="Write the trace here, say chat.json.gz.")
+    ] = None,
+) -> None:
+    """Talk with a model; every turn says what the prefix cache spared it."""
+    with one_line_errors():
+        from pdlab.cli.chat import Chat
+        from pdlab.cli.chat import chat as talk
+
+        talk(
+            Chat(
+                model=model,
+                system=system,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                max_tokens=max_tokens,
+                device=device,
+                save=save,
+            )
+        )
+
+
+@app.command()
 def models() -> None:
     """List the models that have a name."""
     with one_line_errors():
