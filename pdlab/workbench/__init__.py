@@ -10,6 +10,7 @@ from pdlab.engine.recorder import cost_of
 from pdlab.workbench import figures
 from pdlab.workbench.attention_view import AttentionView
 from pdlab.workbench.block_table import BlockTableView
+from pdlab.workbench.chat import Chat
 from pdlab.workbench.checks import check
 from pdlab.workbench.display import show, static_png
 from pdlab.workbench.experiments import (
@@ -39,6 +40,7 @@ from pdlab.workbench.tokens import token_table
 __all__ = [
     "AttentionView",
     "BlockTableView",
+    "Chat",
     "FormatLab",
     "KVCost",
     "MemoryLedger",
