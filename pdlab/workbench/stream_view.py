@@ -13,7 +13,8 @@ from pdlab.models import Model, Tokenizer
 from pdlab.sampling import SamplingParams
 from pdlab.trace.trace import Trace
 from pdlab.workbench.sequences import request_of, sequence_ids
-from pdlab.workbench.stream_data import (
+from pdlab.workbench.stream_data import stream_rows
+from pdlab.workbench.stream_source import (
     Emission,
     HandMade,
     Rules,
@@ -21,7 +22,6 @@ from pdlab.workbench.stream_data import (
     recorded_emissions,
     replayed_emissions,
     rules_of,
-    stream_rows,
 )
 from pdlab.workbench.widget import TraceWidget, machine_line
 

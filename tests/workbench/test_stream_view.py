@@ -11,16 +11,10 @@ from hypothesis import strategies as st
 from pdlab import Engine, EngineConfig, Model, SamplingParams, Trace
 from pdlab.models import Tokenizer
 from pdlab.workbench import stream_view
+from pdlab.workbench.characters import utf8_characters
 from pdlab.workbench.picture import find_browser, widget_page
-from pdlab.workbench.stream_data import (
-    HandMade,
-    Rules,
-    StreamRow,
-    replayed_emissions,
-    split_held,
-    stream_rows,
-    utf8_characters,
-)
+from pdlab.workbench.stream_data import StreamRow, split_held, stream_rows
+from pdlab.workbench.stream_source import HandMade, Rules, replayed_emissions
 from pdlab.workbench.stream_view import HAND_MADE, StreamView
 from tests.helpers import random_model
 
