@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         NaiveGenerator,
         RequestOutput,
         SamplingParams,
+        beam_search,
     )
     from pdlab.models import Model, ModelConfig, load
     from pdlab.trace import StepRecord, Trace
@@ -42,6 +43,7 @@ __all__ = [
     "SamplingParams",
     "StepRecord",
     "Trace",
+    "beam_search",
     "load",
 ]
 

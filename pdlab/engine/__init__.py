@@ -1,18 +1,26 @@
 """The engine: sequences, scheduler, runner, sampler, and the loop around them."""
 
 from pdlab.engine.admission import Prompt
+from pdlab.engine.beam import BeamSearch, beam_search
+from pdlab.engine.beam_records import BeamNode, BeamOutput, BeamStep, Hypothesis
 from pdlab.engine.config import EngineConfig
 from pdlab.engine.engine import Engine
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.engine.naive import NaiveGenerator, NaiveOutput
-from pdlab.engine.output import Chunk, RequestOutput
+from pdlab.engine.output import Chunk, Completion, RequestOutput
 from pdlab.engine.sequence import Sequence, SequenceState
 from pdlab.sampling import SamplingParams
 
 __all__ = [
+    "BeamNode",
+    "BeamOutput",
+    "BeamSearch",
+    "BeamStep",
     "Chunk",
+    "Completion",
     "Engine",
     "EngineConfig",
+    "Hypothesis",
     "NaiveGenerator",
     "NaiveOutput",
     "Prompt",
@@ -21,4 +29,5 @@ __all__ = [
     "SamplingParams",
     "Sequence",
     "SequenceState",
+    "beam_search",
 ]

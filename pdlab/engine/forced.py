@@ -64,7 +64,9 @@ class ForcedRun:
         self.longest = longest
         kept = admission.retention(model, config)
         num_blocks = kept.peak_blocks(longest, min(chunk_size, longest), config.block_size)
-        self.config = replace(config, num_blocks=num_blocks, num_swap_blocks=0, max_num_seqs=1)
+        self.config = replace(
+            config, num_blocks=num_blocks, num_swap_blocks=0, preemption="recompute", max_num_seqs=1
+        )
         self.memory = admission.make_memory(model, self.config)
         self.runner = ModelRunner(
             model,

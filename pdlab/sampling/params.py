@@ -54,7 +54,7 @@ class SamplingParams:
     """Subtracted from a token's logit for each time it stands in the output."""
     presence_penalty: float = 0.0
     """Subtracted from a token's logit if it stands in the output at all."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Added to the logits of single tokens, -100 to 100."""
     bad_words: tuple[str | tuple[int, ...], ...] = ()
     """What must not be written: texts, which no combination of tokens may spell, or exact sequences
@@ -86,7 +86,7 @@ class SamplingParams:
     """Samples of the same prompt. They share its K and V, and each block until they write to it."""
     prefix_cache: bool = True
     """Read from the engine's prefix cache, and leave this request's own blocks in it."""
-    json_schema: Mapping[str, Any] | str | None = None
+    json_schema: Mapping[str, Any] | str | None = field(default=None, hash=False)
     """Write only JSON that this schema allows (an object, or its text)."""
     regex: str | None = None
     """Write only a text that this expression matches from its first character to its last."""
