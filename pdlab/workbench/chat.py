@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any, cast
@@ -15,16 +14,14 @@ from pdlab.engine import Chunk, Engine, EngineConfig, SamplingParams
 from pdlab.engine.conversation import Conversation, Turn
 from pdlab.machine import describe_machine
 from pdlab.models import Model
-from pdlab.workbench.chat_data import cached_to, num_forgotten, stats_data, turn_data
+from pdlab.workbench.chat_data import cached_to, num_forgotten, turn_data
+from pdlab.workbench.chat_page import Page
 from pdlab.workbench.widget import TraceWidget
 
 MAX_SHOWN = 40
 """Exchanges that stay on the page, the newest; the conversation itself may be longer."""
-DELTA_S = 0.05
-"""Least time between two pieces that are sent while an answer streams."""
 OWN_ENGINE = EngineConfig(chunk_size=256, record_trace=False)
 """Chunks, so that Stop does not wait for a long prefill; no trace, because a chat has no end."""
-
 STREAMING = "an answer is streaming: wait for its end, or stop it"
 
 
@@ -94,7 +91,7 @@ class Chat(TraceWidget):
         self._owns_engine = own
         self._gate = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._page: _Page | None = None
+        self._page: Page | None = None
         self._num_views: int | None = None
         """Views on the page; None if there never was one."""
         super().__init__(header=self._header())
@@ -188,7 +185,8 @@ class Chat(TraceWidget):
 
     def _follow(self, text: str) -> None:
         """Stream an answer in this thread."""
-        page = self._page = _Page(self, text)
+        self.show(coming=text)
+        page = self._page = Page(self)
         with closing(cast(Generator[Chunk, None, None], self.conversation.say(text))) as stream:
             for _ in stream:
                 page.update()
@@ -197,8 +195,9 @@ class Chat(TraceWidget):
 
     async def _in_loop(self, text: str) -> None:
         """Stream an answer beside whatever else the kernel is asked for."""
+        self.show(coming=text)
+        page = self._page = Page(self)
         try:
-            page = self._page = _Page(self, text)
             async for _ in self.conversation.asay(text):
                 page.update()
         except asyncio.CancelledError:
@@ -216,7 +215,7 @@ class Chat(TraceWidget):
 
     def _finish(self) -> None:
         self._page = self._task = None
-        self._show()
+        self.show()
         self.busy = False
         if self._is_gone:
             self._close_engine(self.conversation.engine)
@@ -231,16 +230,17 @@ class Chat(TraceWidget):
         except ValueError as error:
             self.message = str(error)
         else:
-            self._show()
+            self.show()
 
-    def _show(self) -> None:
-        """The conversation as it stands between two answers."""
+    def show(self, coming: str | None = None) -> None:
+        """Put the conversation as it stands on the page, and a message that is to be answered."""
         turns = self.conversation.turns
+        waiting = [] if coming is None else [{"user": coming, "answer": "", "stats": None}]
         with self.hold_sync():
-            self.num_hidden = max(0, len(turns) - MAX_SHOWN)
-            self.exchanges = [turn_data(turn) for turn in turns[self.num_hidden :]]
+            self.num_hidden = max(0, len(turns) + len(waiting) - MAX_SHOWN)
+            self.exchanges = [*map(turn_data, turns[self.num_hidden :]), *waiting]
             self.num_forgotten = num_forgotten(self.conversation)
-            self.cached_to = list(cached_to(self.conversation) or ())
+            self.cached_to = [] if waiting else list(cached_to(self.conversation) or ())
 
     # --- the page -----------------------------------------------------------------------------
 
@@ -292,58 +292,6 @@ class Chat(TraceWidget):
             "num_blocks": engine.pool.num_blocks,
             "machine": f"{machine['processor']}, {str(machine['date'])[:10]}",
         }
-
-
-class _Page:
-    """Sends what is new of one answer, at most every DELTA_S.
-
-    Pieces are numbered, so that a view that was opened meanwhile notices what it lacks.
-    """
-
-    def __init__(self, widget: Chat, text: str):
-        self.widget = widget
-        self.sent = 0
-        """Characters of the answer."""
-        self.number = 0
-        self.last_s = -DELTA_S
-        turns = widget.conversation.turns
-        with widget.hold_sync():
-            widget.num_hidden = max(0, len(turns) + 1 - MAX_SHOWN)
-            shown = [turn_data(turn) for turn in turns[widget.num_hidden :]]
-            widget.exchanges = [*shown, {"user": text, "answer": "", "stats": None}]
-            widget.cached_to = []
-
-    def update(self) -> None:
-        """Send what has come since; the rest of an answer comes with its end."""
-        now = time.perf_counter()
-        if now - self.last_s < DELTA_S:
-            return
-        if not self.number:
-            self._tell_what_was_found()
-        turn, self.last_s = self._turn, now
-        self._send("delta", turn.answer[self.sent :])
-        self.sent = len(turn.answer)
-
-    def send_all(self) -> None:
-        """The answer so far, for a view that lacks the beginning."""
-        if self.number:
-            self.number -= 1  # it stands for the last piece
-            self._send("all", self._turn.answer[: self.sent])
-
-    def _tell_what_was_found(self) -> None:
-        self.widget.num_forgotten = num_forgotten(self.widget.conversation)
-        self.widget.cached_to = list(cached_to(self.widget.conversation) or ())
-
-    def _send(self, kind: str, text: str) -> None:
-        stats = stats_data(self._turn)
-        self.number += 1
-        self.widget.send({"type": kind, "number": self.number, "text": text, "stats": stats})
-
-    @property
-    def _turn(self) -> Turn:
-        turn = self.widget.conversation.turn
-        assert turn is not None
-        return turn
 
 
 def _in_words(error: Exception) -> str:

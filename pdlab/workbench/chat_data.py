@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdlab.engine.conversation import Conversation, Turn, spell
+from pdlab.engine.conversation import Conversation, Turn
+from pdlab.engine.history import spell
 from pdlab.models import Tokenizer
 
 

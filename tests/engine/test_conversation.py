@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from pdlab import Engine, EngineConfig, Model, SamplingParams
-from pdlab.engine.conversation import Conversation, Turn, continue_tokens
+from pdlab.engine.conversation import Conversation, Turn
+from pdlab.engine.history import continue_tokens
 from pdlab.models import Tokenizer
 
 from ..helpers import random_model

@@ -10,6 +10,7 @@ import pytest
 from pdlab import Engine, Model, SamplingParams
 from pdlab.engine.conversation import Conversation
 from pdlab.workbench import chat as chat_module
+from pdlab.workbench import chat_page
 from pdlab.workbench.chat import Chat
 from pdlab.workbench.chat_data import cached_to, edge_in_messages
 from pdlab.workbench.picture import widget_page
@@ -54,7 +55,7 @@ def engine(smollm2: Model):
 @pytest.fixture(autouse=True)
 def every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send each token as it comes: tests do not wait."""
-    monkeypatch.setattr(chat_module, "DELTA_S", 0.0)
+    monkeypatch.setattr(chat_page, "DELTA_S", 0.0)
 
 
 def test_an_answer_is_sent_in_pieces_and_no_text_twice(engine: Engine) -> None:
@@ -71,7 +72,7 @@ def test_an_answer_is_sent_in_pieces_and_no_text_twice(engine: Engine) -> None:
 def test_pieces_that_come_quickly_are_sent_together(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_module, "DELTA_S", 1000.0)
+    monkeypatch.setattr(chat_page, "DELTA_S", 1000.0)
     widget = Chat(engine, params=replace(SHORT, max_tokens=40))
     sent = []
     widget.send = lambda content, buffers=None: sent.append(content)
