@@ -176,14 +176,12 @@ class Alternatives(Node):
 
     @property
     def num_states(self) -> int:
-        return 1 + sum(1 + option.num_states for option in self.options)
+        return 1 + sum(option.num_states for option in self.options)
 
     def add_to(self, nfa: Nfa, start: int) -> int:
         end = nfa.new_state()
         for option in self.options:
-            first = nfa.new_state()
-            nfa.jumps[start].append(first)
-            nfa.jumps[option.add_to(nfa, first)].append(end)
+            nfa.jumps[option.add_to(nfa, start)].append(end)
         return end
 
 
