@@ -38,6 +38,7 @@ def test_chat_streams_stops_and_reuses_the_prefix(page, lab: Lab) -> None:
     answer_streams_and_escape_stops_it(page)
     second_turn_finds_the_first(page)
     shift_enter_begins_a_line_and_empty_says_nothing(page)
+    what_is_too_long_is_refused_and_not_lost(page)
     for theme in ("Dark", "Light"):
         page.evaluate(
             "(theme) => { window.jupyterapp.commands.execute('apputils:change-theme', { theme }) }",
@@ -123,6 +124,17 @@ def shift_enter_begins_a_line_and_empty_says_nothing(page) -> None:
     box.fill("")
     assert page.locator(".pd-chat").get_attribute("data-turns") == "2"
     assert page.locator(".pd-chat-message").is_hidden()
+
+
+def what_is_too_long_is_refused_and_not_lost(page) -> None:
+    box, text = page.get_by_label("Your message"), "no " * 9000
+    box.fill(text)
+    page.get_by_role("button", name="Send").click()
+    page.get_by_text("more than the 8192 that fit").wait_for(timeout=30_000)
+    pill_says(page, "ready")
+    assert box.input_value() == text
+    assert page.locator(".pd-chat").get_attribute("data-turns") == "2"
+    box.fill("")
 
 
 def cell_run_again_ends_the_old_answer(page) -> None:

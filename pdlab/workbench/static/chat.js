@@ -114,10 +114,11 @@ class Chat {
   }
 
   newMessage() {
-    this.asked = undefined; // refused: the text stays where it was typed
-    const text = this.get("message");
-    this.message.textContent = text;
-    this.message.hidden = !text;
+    if (this.get("message")) {
+      this.asked = undefined; // refused: what was typed is there again
+      this.input.value ||= this.said ?? "";
+    }
+    this.drawMessage();
     this.drawState();
   }
 
@@ -128,6 +129,7 @@ class Chat {
     else this.answer += text;
     this.number = number;
     this.stats = stats;
+    this.said = undefined;
     if (type === "all" || number === 1) this.drawLog();
     else this.grow(text);
     this.drawSide();
@@ -144,7 +146,7 @@ class Chat {
   say() {
     const text = this.input.value;
     if (!text.trim() || this.get("busy") || this.asked !== undefined) return;
-    this.asked = text;
+    this.asked = this.said = text;
     this.tell({ type: "say", text });
     this.drawState();
   }
@@ -178,7 +180,14 @@ class Chat {
     if (!this.streaming) this.stats = this.get("exchanges").at(-1)?.stats ?? null;
     this.drawLog();
     this.drawSide();
+    this.drawMessage();
     this.drawState();
+  }
+
+  drawMessage() {
+    const text = this.get("message");
+    this.message.textContent = text;
+    this.message.hidden = !text;
   }
 
   drawState() {
