@@ -12,6 +12,7 @@ from pdlab.workbench.attention_view import AttentionView
 from pdlab.workbench.block_table import BlockTableView
 from pdlab.workbench.chat import Chat
 from pdlab.workbench.checks import check
+from pdlab.workbench.constraint_lab import ConstraintLab
 from pdlab.workbench.display import show, static_png
 from pdlab.workbench.experiments import (
     compare_with_naive,
@@ -33,6 +34,7 @@ from pdlab.workbench.memory_ledger import MemoryLedger
 from pdlab.workbench.notebooks import execute_notebook
 from pdlab.workbench.palette import legend
 from pdlab.workbench.roofline_view import RooflineView
+from pdlab.workbench.sampling_lab import SamplingLab
 from pdlab.workbench.stepper import Stepper
 from pdlab.workbench.stream_view import StreamView
 from pdlab.workbench.tokens import token_table
@@ -41,11 +43,13 @@ __all__ = [
     "AttentionView",
     "BlockTableView",
     "Chat",
+    "ConstraintLab",
     "FormatLab",
     "KVCost",
     "MemoryLedger",
     "Predictions",
     "RooflineView",
+    "SamplingLab",
     "Stepper",
     "StreamView",
     "Study",
