@@ -2,7 +2,7 @@
 // widgets whose every control is answered by Python. The kernel sets `answered` to the question's number.
 
 class Asker {
-  /** `changed()` is called when a question goes out or its answer comes in. */
+  /** `changed(arrived)` is called when a question goes out (false) and when its answer is there (true). */
   constructor(model, changed) {
     Object.assign(this, { model, changed, number: model.get("answered"), waiting: [], asked: null });
     this.stop = listen(model, { "change:answered": () => this.arrived() });
@@ -18,7 +18,7 @@ class Asker {
     if (same) Object.assign(same.values, question.values);
     else this.waiting.push(question);
     if (this.asked === null) this.next();
-    this.changed();
+    this.changed(false);
   }
 
   next() {
@@ -30,6 +30,6 @@ class Asker {
     if (this.asked === null) return; // the answer to another view
     if (this.model.get("answered") < this.number) return;
     this.next();
-    this.changed();
+    this.changed(true);
   }
 }

@@ -34,9 +34,9 @@ class SamplingView {
   constructor(model) {
     this.model = model;
     this.stageShown = null; // the stage whose distribution the bars show; null for the last
-    this.asker = new Asker(model, () => this.drawSoon());
+    this.asker = new Asker(model, (arrived) => (arrived ? this.drawSoon() : this.drawState()));
     this.build();
-    const draw = () => this.drawSoon();
+    const draw = () => this.asker.asked === null && this.drawSoon(); // else once, when the answer is complete
     this.stop = listen(model, { "change:result": () => ((this.stageShown = null), draw()), "change:counts": draw, "change:message": draw, "change:tokens": draw, "change:position": draw });
   }
 
@@ -194,12 +194,8 @@ class SamplingView {
   draw() {
     const result = this.get("result");
     if (!result.stages) return;
-    const busy = this.asker.isBusy;
-    if (!busy) this.pendingBias = null;
-    this.root.setAttribute("aria-busy", String(busy));
-    clearTimeout(this.slow);
-    this.state.hidden = true;
-    if (busy) this.slow = setTimeout(() => (this.state.hidden = !this.asker.isBusy), 300); // a short wait needs no word
+    this.drawState();
+    if (!this.asker.isBusy) this.pendingBias = null;
     this.message.textContent = this.get("message");
     this.message.hidden = !this.get("message");
     this.drawTitle(result);
@@ -208,6 +204,15 @@ class SamplingView {
     this.drawBars(result);
     this.drawDraw(result);
     this.root.dataset.answered = this.get("answered");
+  }
+
+  /** Whether something is being computed. */
+  drawState() {
+    const busy = this.asker.isBusy;
+    this.root.setAttribute("aria-busy", String(busy));
+    clearTimeout(this.slow);
+    this.state.hidden = true;
+    if (busy) this.slow = setTimeout(() => (this.state.hidden = !this.asker.isBusy), 300); // a short wait needs no word
   }
 
   drawTitle({ stages, draw }) {
