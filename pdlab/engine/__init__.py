@@ -4,6 +4,7 @@ from pdlab.engine.admission import Prompt
 from pdlab.engine.beam import BeamSearch, beam_search
 from pdlab.engine.beam_records import BeamNode, BeamOutput, BeamStep, Hypothesis
 from pdlab.engine.config import EngineConfig
+from pdlab.engine.conversation import Conversation, Turn
 from pdlab.engine.engine import Engine
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.engine.naive import NaiveGenerator, NaiveOutput
@@ -18,6 +19,7 @@ __all__ = [
     "BeamStep",
     "Chunk",
     "Completion",
+    "Conversation",
     "Engine",
     "EngineConfig",
     "Hypothesis",
@@ -29,5 +31,6 @@ __all__ = [
     "SamplingParams",
     "Sequence",
     "SequenceState",
+    "Turn",
     "beam_search",
 ]

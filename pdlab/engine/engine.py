@@ -392,7 +392,7 @@ class Engine:
         try:
             request = await asyncio.shield(submitting)
         except asyncio.CancelledError:
-            submitting.add_done_callback(lambda done: self._leave(done.result()))
+            submitting.add_done_callback(self._leave_submitted)
             raise
         try:
             while not request.is_drained:
@@ -408,6 +408,11 @@ class Engine:
         with self._lock:
             if not request.num_unread and not request.finished:
                 self._step_or_wait()
+
+    def _leave_submitted(self, submitting: asyncio.Future[Request]) -> None:
+        """Its reader was gone before it was there; if it is there."""
+        if not submitting.cancelled() and submitting.exception() is None:
+            self._leave(submitting.result())
 
     def _leave(self, request: Request) -> None:
         """The reader of a stream is gone."""

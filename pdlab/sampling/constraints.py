@@ -8,7 +8,8 @@ in a few hundred lines that can be read.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 CONSTRAINT_BACKENDS = ("llguidance", "pdlab")
+MAX_COMPILED = 16
+"""Constraints kept compiled, for the next request with the same."""
 
 
 class Compiler:
@@ -40,6 +43,8 @@ class Compiler:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.backend = backend
+        self._compiled: OrderedDict[Hashable, Matcher] = OrderedDict()
+        """Start states made before, the last used at the end; they share their masks."""
 
     def constraint(self, params: SamplingParams) -> Matcher | None:
         """The start state of a request's constraint; None if it has none.
@@ -50,13 +55,7 @@ class Compiler:
         name = constraint_name(params)
         if name is None:
             return None
-        if self.tokenizer is None:
-            raise ValueError(f"{name} needs a tokenizer, and this model has none")
-        own = self.backend == "pdlab"
-        matcher = self._own(name, params) if own else self._grammar(name, params, self.tokenizer)
-        if not (matcher.may_end or matcher.allowed().any()):
-            raise ValueError(f"{_shown(name, params)}: there is no text that tokens can spell")
-        return matcher
+        return self._once((name, str(getattr(params, name))), lambda: self._compile(name, params))
 
     def bad_words(self, params: SamplingParams) -> Matcher | None:
         """The start state of a request's unwanted texts; None if it has none.
@@ -69,17 +68,34 @@ class Compiler:
             return None
         if self.tokenizer is None:
             raise ValueError(f"bad_words={texts[0]!r:.60}: the model has no tokenizer for texts")
-        masker = TokenMasker(avoid([text.encode() for text in texts]), self._token_bytes)
-        return Unspoken(AutomatonMatcher(masker), self._has_text)
+        words = [text.encode() for text in texts]
+        return self._once(("bad_words", *texts), lambda: self._avoid(words))
+
+    def _once(self, key: Hashable, make: Callable[[], Matcher]) -> Matcher:
+        """What was compiled before, or is now."""
+        if key not in self._compiled:
+            self._compiled[key] = make()
+        self._compiled.move_to_end(key)
+        while len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return self._compiled[key].fork()
+
+    def _compile(self, name: str, params: SamplingParams) -> Matcher:
+        if self.tokenizer is None:
+            raise ValueError(f"{name} needs a tokenizer, and this model has none")
+        own = self.backend == "pdlab"
+        matcher = self._own(name, params) if own else self._grammar(name, params, self.tokenizer)
+        if not (matcher.may_end or matcher.allowed().any()):
+            raise ValueError(f"{_shown(name, params)}: there is no text that tokens can spell")
+        return matcher
+
+    def _avoid(self, words: list[bytes]) -> Matcher:
+        return AutomatonMatcher(TokenMasker(avoid(words), self._token_bytes, textless=True))
 
     @cached_property
     def _token_bytes(self) -> TokenBytes:
         assert self.tokenizer is not None
         return TokenBytes.of(self.tokenizer, self.vocab_size)
-
-    @cached_property
-    def _has_text(self) -> Mask:
-        return np.array([bool(spelling) for spelling in self._token_bytes.spellings])
 
     def _own(self, name: str, params: SamplingParams) -> Matcher:
         if params.regex is not None:
@@ -136,31 +152,6 @@ class GrammarMatcher(Matcher):
         fork = GrammarMatcher(self._state.deep_copy(), self._vocab_size, self._end_ids)
         fork._num_synced = self._num_synced
         return fork
-
-
-class Unspoken(Matcher):
-    """Texts that must not be written. Tokens without text, those that end it too, are allowed."""
-
-    def __init__(self, matcher: Matcher, has_text: Mask):
-        self._matcher = matcher
-        self._has_text = has_text
-
-    def sync(self, output_ids: Sequence[int]) -> None:
-        self._matcher.sync([i for i in output_ids if self._has_text[i]])
-
-    def allowed(self) -> Mask:
-        return self._matcher.allowed() | ~self._has_text
-
-    @property
-    def may_end(self) -> bool:
-        return True
-
-    @property
-    def is_over(self) -> bool:
-        return False
-
-    def fork(self) -> Unspoken:
-        return Unspoken(self._matcher.fork(), self._has_text)
 
 
 def constraint_name(params: SamplingParams) -> str | None:

@@ -15,6 +15,11 @@ from torch import Tensor
 from pdlab.sampling.matcher import Drawer
 from pdlab.sampling.processors import LogitsProcessor
 
+LARGEST_SURPRISE = 1e4
+"""Above -log p of any token that could ever be drawn."""
+BISECTIONS = 50
+"""Halvings that take LARGEST_SURPRISE below the spacing of float32 numbers."""
+
 
 class Temperature(LogitsProcessor):
     """Divides the logits: above 1 flattens the distribution, below 1 sharpens it."""
@@ -53,9 +58,12 @@ class TopP(LogitsProcessor):
 
     def process(self, logits: Tensor, drawers: Sequence[Drawer]) -> Tensor:
         probabilities = logits.softmax(dim=-1)
-        ranked = sort_descending(probabilities)
+        wanted = column([d.params.top_p for d in drawers], probabilities)
+        # All tokens under (1 - p) / V have less than 1 - p together, so none of them is needed.
+        # As zeros they are sorted in no time.
+        likely = probabilities * (probabilities >= (1 - wanted) / logits.shape[-1])
+        ranked = sort_rows(likely).flip(-1)
         before = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked
-        wanted = column([d.params.top_p for d in drawers], before)
         # The token that reaches p is the last for which those before it have less.
         num_kept = (before < wanted).sum(dim=-1, keepdim=True).clamp_(min=1)
         lowest = ranked.gather(1, num_kept - 1)
@@ -77,7 +85,11 @@ class MinP(LogitsProcessor):
 
 
 class TypicalP(LogitsProcessor):
-    """Keeps the tokens whose surprise -log p is nearest to the distribution's entropy."""
+    """Keeps the tokens whose surprise -log p is nearest to the distribution's entropy.
+
+    What stays lies within some distance of the entropy, on both sides: among the sorted surprises
+    an interval, whose half width is found by bisection.
+    """
 
     name = "typical_p"
 
@@ -86,16 +98,27 @@ class TypicalP(LogitsProcessor):
 
     def process(self, logits: Tensor, drawers: Sequence[Drawer]) -> Tensor:
         surprise = -logits.log_softmax(dim=-1)
-        probabilities = (-surprise).exp()
-        entropy = (probabilities * surprise).nan_to_num_(0.0).sum(dim=-1, keepdim=True)
-        distance = (surprise - entropy).abs()
-        nearest, order = distance.sort(dim=-1)
-        ranked = probabilities.gather(1, order)
-        before = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked
-        wanted = column([d.params.typical_p for d in drawers], before)
-        num_kept = (before < wanted).sum(dim=-1, keepdim=True).clamp_(min=1)
-        farthest = nearest.gather(1, num_kept - 1)
-        return logits.masked_fill_(distance > farthest, -torch.inf)
+        parts = (-surprise).exp() * surprise
+        entropy = parts.nan_to_num_(0.0).sum(dim=-1, keepdim=True)
+        ranked = sort_rows(surprise)
+        mass = torch.nn.functional.pad((-ranked).exp().cumsum(-1, dtype=torch.float64), (1, 0))
+        wanted = column([max(d.params.typical_p, 1e-9) for d in drawers], mass) * mass[:, -1:]
+        narrow, wide = torch.zeros_like(wanted), torch.full_like(wanted, LARGEST_SURPRISE)
+        for _ in range(BISECTIONS):
+            middle = (narrow + wide) / 2
+            first, end = _interval(ranked, entropy, middle)
+            enough = mass.gather(1, end) - mass.gather(1, first) >= wanted
+            narrow = torch.where(enough, narrow, middle)
+            wide = torch.where(enough, middle, wide)
+        first, end = _interval(ranked, entropy, wide)
+        least, most = ranked.gather(1, first), ranked.gather(1, end - 1)
+        return logits.masked_fill_((surprise < least) | (surprise > most), -torch.inf)
+
+
+def _interval(ranked: Tensor, center: Tensor, half_width: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place in a sorted row, and the one after the last, near enough to the center."""
+    end = torch.searchsorted(ranked, (center + half_width).float(), right=True)
+    return torch.searchsorted(ranked, (center - half_width).float()), end
 
 
 def cut_below(logits: Tensor, lowest: Tensor) -> Tensor:
@@ -103,11 +126,11 @@ def cut_below(logits: Tensor, lowest: Tensor) -> Tensor:
     return logits.masked_fill_(logits < lowest, -torch.inf)
 
 
-def sort_descending(values: Tensor) -> Tensor:
-    """Each row sorted. On a CPU by numpy, which is several times faster and needs no indices."""
+def sort_rows(values: Tensor) -> Tensor:
+    """Each row in ascending order. On a CPU by numpy, which is several times faster."""
     if values.device.type == "cpu":
-        return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
-    return values.sort(dim=-1, descending=True).values
+        return torch.from_numpy(np.sort(values.numpy(), axis=-1))
+    return values.sort(dim=-1).values
 
 
 def column(values: Sequence[float], like: Tensor) -> Tensor:
