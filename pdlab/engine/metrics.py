@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -49,3 +50,18 @@ class RequestMetrics:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_times_s)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All latencies and counts, as JSON knows them."""
+        return {
+            "queue_s": self.queue_s,
+            "ttft_s": self.ttft_s,
+            "itl_s": self.itl_s,
+            "tpot_s": self.tpot_s,
+            "e2e_s": self.e2e_s,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_output_tokens": self.num_output_tokens,
+            "num_preemptions": self.num_preemptions,
+            "num_swaps": self.num_swaps,
+        }
