@@ -17,7 +17,7 @@ from pdlab.sampling.processors import LogitsProcessor
 
 LARGEST_SURPRISE = 1e4
 """Above -log p of any token that could ever be drawn."""
-BISECTIONS = 50
+BISECTIONS = 40
 """Halvings that take LARGEST_SURPRISE below the spacing of float32 numbers."""
 
 
@@ -60,9 +60,8 @@ class TopP(LogitsProcessor):
         probabilities = logits.softmax(dim=-1)
         wanted = column([d.params.top_p for d in drawers], probabilities)
         # All tokens under (1 - p) / V have less than 1 - p together, so none of them is needed.
-        # As zeros they are sorted in no time.
-        likely = probabilities * (probabilities >= (1 - wanted) / logits.shape[-1])
-        ranked = sort_rows(likely).flip(-1)
+        likely = probabilities >= (1 - wanted) / logits.shape[-1]
+        ranked = sort_rows(probabilities * likely)[:, -most_in_a_row(likely) :].flip(-1)
         before = ranked.cumsum(dim=-1, dtype=torch.float64) - ranked
         # The token that reaches p is the last for which those before it have less.
         num_kept = (before < wanted).sum(dim=-1, keepdim=True).clamp_(min=1)
@@ -97,28 +96,51 @@ class TypicalP(LogitsProcessor):
         return not drawer.params.greedy and drawer.params.typical_p < 1
 
     def process(self, logits: Tensor, drawers: Sequence[Drawer]) -> Tensor:
-        surprise = -logits.log_softmax(dim=-1)
-        parts = (-surprise).exp() * surprise
+        surprise = logits.log_softmax(dim=-1).neg_()
+        parts = (-surprise).exp_().mul_(surprise)
         entropy = parts.nan_to_num_(0.0).sum(dim=-1, keepdim=True)
-        ranked = sort_rows(surprise)
-        mass = torch.nn.functional.pad((-ranked).exp().cumsum(-1, dtype=torch.float64), (1, 0))
-        wanted = column([max(d.params.typical_p, 1e-9) for d in drawers], mass) * mass[:, -1:]
-        narrow, wide = torch.zeros_like(wanted), torch.full_like(wanted, LARGEST_SURPRISE)
-        for _ in range(BISECTIONS):
-            middle = (narrow + wide) / 2
-            first, end = _interval(ranked, entropy, middle)
-            enough = mass.gather(1, end) - mass.gather(1, first) >= wanted
-            narrow = torch.where(enough, narrow, middle)
-            wide = torch.where(enough, middle, wide)
-        first, end = _interval(ranked, entropy, wide)
+        wanted = column([max(d.params.typical_p, 1e-9) for d in drawers], surprise)
+        # As for top_p, likely tokens are enough; unless the interval reaches to less likely ones.
+        limit = -((1 - wanted) / logits.shape[-1]).log()
+        likely = surprise <= limit
+        ranked = sort_rows(surprise.masked_fill(~likely, torch.inf))
+        ranked = ranked[:, : most_in_a_row(likely)].contiguous()
+        half_width = _half_width(ranked, entropy, wanted)
+        if (entropy + half_width > limit).any():
+            ranked = sort_rows(surprise)
+            half_width = _half_width(ranked, entropy, wanted)
+        first, end = _interval(ranked, entropy, half_width)
         least, most = ranked.gather(1, first), ranked.gather(1, end - 1)
-        return logits.masked_fill_((surprise < least) | (surprise > most), -torch.inf)
+        return logits.masked_fill_((surprise < least).logical_or_(surprise > most), -torch.inf)
+
+
+def _half_width(ranked: Tensor, entropy: Tensor, wanted: Tensor) -> Tensor:
+    """How far around the entropy the tokens have the probability that is wanted, [num_rows, 1].
+
+    Args:
+        ranked: surprises in ascending order, [num_rows, num_tokens].
+    """
+    mass = torch.nn.functional.pad((-ranked).exp_().cumsum(-1, dtype=torch.float64), (1, 0))
+    wanted = torch.minimum(wanted, mass[:, -1:])  # they have it all but for rounding
+    narrow, wide = torch.zeros_like(wanted), torch.full_like(wanted, LARGEST_SURPRISE)
+    for _ in range(BISECTIONS):
+        middle = (narrow + wide) / 2
+        first, end = _interval(ranked, entropy, middle)
+        enough = mass.gather(1, end) - mass.gather(1, first) >= wanted
+        narrow = torch.where(enough, narrow, middle)
+        wide = torch.where(enough, middle, wide)
+    return wide
 
 
 def _interval(ranked: Tensor, center: Tensor, half_width: Tensor) -> tuple[Tensor, Tensor]:
     """The first place in a sorted row, and the one after the last, near enough to the center."""
     end = torch.searchsorted(ranked, (center + half_width).float(), right=True)
     return torch.searchsorted(ranked, (center - half_width).float()), end
+
+
+def most_in_a_row(mask: Tensor) -> int:
+    """The greatest number of true values in a row; at least 1."""
+    return max(1, int(mask.sum(dim=-1).max()))
 
 
 def cut_below(logits: Tensor, lowest: Tensor) -> Tensor:
