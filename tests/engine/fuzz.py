@@ -89,10 +89,13 @@ class Driver:
     def run(self) -> Events:
         actions: list[Callable[[], None]] = [self.submit, self.step, self.step]
         actions += [self.abort] if self.rng.random() < 0.5 else []
+        actions += [self.pause] if self.rng.random() < 0.3 else []
         for _ in range(self.rng.randint(5, 40)):
             self.rng.choice(actions)()
             if self.rng.random() < 0.01:
                 self.desks[0].engine.clear_prefix_cache()
+        for told in [told for desk in self.desks for told in desk.live.values()]:
+            self.set_paused(told, False)
         while any(desk.engine.scheduler.has_work for desk in self.desks):
             self.step()
         self.check_the_end()
@@ -121,8 +124,10 @@ class Driver:
         desk, config = self.rng.choice(self.desks), self.desks[0].config
         prompt_ids = self.random_prompt()
         params = SamplingParams(
-            max_tokens=self.rng.randint(1, 12),
+            max_tokens=(most := self.rng.randint(1, 12)),
+            min_tokens=self.rng.choice([0, 0, self.rng.randint(0, most)]),
             ignore_eos=self.rng.random() < 0.5,
+            stop_token_ids=self.rng.choice([[], [], random_tokens(self.rng, 2)]),
             n=min(self.desks[0].config.max_num_seqs, self.rng.choice([1, 1, 1, 2, 3]))
             + (self.rng.random() < 0.02),
             prefix_cache=self.rng.random() < 0.85,
@@ -141,6 +146,7 @@ class Driver:
         assert least_blocks(slots, config) <= config.num_blocks
         self.events["oversized"] += slots > config.num_blocks * config.block_size
         told = Told(self.arrivals, prompt_ids, params)
+        told.sequences = [s.sequence for s in desk.engine.requests[request_id].samples]
         for index in range(params.n):
             expected, reason = expected_output(prompt_ids, params, longest, index)
             name = f"{request_id}.{index}" if index else request_id
@@ -184,6 +190,20 @@ class Driver:
             desk.collect(request_id)
         desk.check_blocks()
 
+    def pause(self) -> None:
+        """A reader who does not read, or reads again."""
+        for told in self.rng.choice(self.desks).live.values():
+            if self.rng.random() < 0.4:
+                self.set_paused(told, not told.paused)
+
+    def set_paused(self, told: Told, paused: bool) -> None:
+        if paused != told.paused:
+            self.events["paused"] += paused
+            self.steps_allowed += 5 + 2 * (len(told.prompt_ids) + told.params.max_tokens)
+        told.paused, told.was_paused = paused, told.was_paused or paused
+        for sequence in told.sequences:
+            sequence.paused = paused
+
     def step(self) -> None:
         desk = self.rng.choice(self.desks)
         before = Before(desk)
@@ -202,7 +222,7 @@ class Driver:
 
     def check_blocked(self, desk: Desk, before: Before) -> None:
         """Only other engines' blocks may keep an engine from its work, and not for long."""
-        if before.states:
+        if before.states and not desk.all_paused:
             assert len(self.desks) > 1, "there is work and none of it was done"
             self.events["blocked"] += 1
             self.blocked += 1
@@ -226,7 +246,7 @@ class Driver:
         except StepFailed:
             failed = True
         self.runner.run = run  # type: ignore[method-assign]
-        assert failed == bool(before.states) or len(self.desks) > 1
+        assert failed == bool(before.states) or len(self.desks) > 1 or desk.all_paused
         self.events["failed"] += failed
         desk.resync(before)
         desk.check_blocks()
@@ -305,6 +325,8 @@ def expected_output(
     if not prompt_ids:
         return [], ""
     tokens = expected_tokens(prompt_ids, most, VOCAB, index)
-    if EOS in tokens and not params.ignore_eos:
-        return tokens[: tokens.index(EOS) + 1], "stop"
+    ends = {*params.stop_token_ids, *([] if params.ignore_eos else [EOS])}
+    for count, token_id in enumerate(tokens, start=1):
+        if token_id in ends and count > params.min_tokens:
+            return tokens[:count], "stop"
     return tokens, "length"

@@ -42,6 +42,78 @@ def mutant(name: str, module: str, *edits: tuple[str, str]) -> Mutant:
 
 
 MUTANTS = [
+    # --- bugs of pausing and stopping ---
+    mutant(
+        "a paused sequence runs on",
+        SCHEDULER,
+        ("awake = [s for s in self.running if not s.paused]", "awake = list(self.running)"),
+    ),
+    mutant(
+        "a paused sequence is admitted again",
+        SCHEDULER,
+        ("next((s for s in self.waiting if not s.paused), None)", "next(iter(self.waiting), None)"),
+    ),
+    mutant(
+        "a paused sequence at the head of the queue holds up the others",
+        SCHEDULER,
+        (
+            "return next((s for s in self.waiting if not s.paused), None)",
+            "return None if not self.waiting or self.waiting[0].paused else self.waiting[0]",
+        ),
+    ),
+    mutant(
+        "a paused sequence keeps its blocks from those who wait",
+        SCHEDULER,
+        ("if not (paused := [s for s in self.running if s.paused]):", "if True:"),
+    ),
+    mutant(
+        "a paused sequence loses its place",
+        SCHEDULER,
+        (
+            "insort_right(self.running, sequence, key=_arrival)",
+            "self.running.append(sequence)",
+        ),
+    ),
+    mutant(
+        "those who run are preempted before those who are paused",
+        SCHEDULER,
+        (
+            "return next((s for s in reversed(self.running) if s.paused), self.running[-1])",
+            "return self.running[-1]",
+        ),
+    ),
+    mutant(
+        "a stop token counts before min_tokens are there",
+        SEQUENCE,
+        (
+            "newest_may = self.num_output_tokens > self.params.min_tokens",
+            "newest_may = True",
+        ),
+    ),
+    mutant(
+        "a stop token counts one token late",
+        SEQUENCE,
+        (
+            "newest_may = self.num_output_tokens > self.params.min_tokens",
+            "newest_may = self.num_output_tokens > self.params.min_tokens + 1",
+        ),
+    ),
+    mutant(
+        "stop tokens of the request are forgotten",
+        REQUEST,
+        (
+            "stop_ids=frozenset((*own_ends, *params.stop_token_ids)),",
+            "stop_ids=frozenset(own_ends),",
+        ),
+    ),
+    mutant(
+        "ignore_eos ignores the request's stop tokens too",
+        REQUEST,
+        (
+            "stop_ids=frozenset((*own_ends, *params.stop_token_ids)),",
+            "stop_ids=frozenset((*own_ends, *params.stop_token_ids) if own_ends else ()),",
+        ),
+    ),
     # --- the scheduler's bugs ---
     mutant(
         "one block too few",
@@ -92,27 +164,30 @@ MUTANTS = [
     mutant(
         "a waiting sequence that is aborted stays in the queue",
         SCHEDULER,
-        ("            self.waiting.remove(sequence)\n", "            pass\n"),
+        (
+            "elif sequence in self.waiting:\n            self.waiting.remove(sequence)\n",
+            "elif sequence in self.waiting:\n            pass\n",
+        ),
     ),
     mutant(
         "preemption frees twice",
         SCHEDULER,
         (
-            "        self.running.remove(sequence)\n        self.waiting.appendleft",
+            "        self.running.remove(sequence)\n        insort_left",
             "        self.kv.pool.free(sequence.block_table)\n"
-            "        self.running.remove(sequence)\n        self.waiting.appendleft",
+            "        self.running.remove(sequence)\n        insort_left",
         ),
     ),
     mutant(
         "the oldest is preempted",
         SCHEDULER,
-        ("victim = self.running[-1]", "victim = self.running[0]"),
+        ("if s.paused), self.running[-1])", "if s.paused), self.running[0])"),
     ),
     mutant(
         "the youngest outside the batch is preempted, though a younger one runs",
         SCHEDULER,
         (
-            "victim = self.running[-1]",
+            "victim = self._victim()",
             "victim = next(\n"
             "                s for s in reversed(self.running)\n"
             "                if all(p.sequence is not s for p in batch.scheduled)\n"
@@ -122,7 +197,7 @@ MUTANTS = [
     mutant(
         "the preempted go to the end of the queue",
         SCHEDULER,
-        ("self.waiting.appendleft(sequence)", "self.waiting.append(sequence)"),
+        ("insort_left(self.waiting, sequence, key=_arrival)", "self.waiting.append(sequence)"),
     ),
     mutant(
         "a sequence preempted in this step runs in it",
@@ -175,13 +250,15 @@ MUTANTS = [
     mutant(
         "the newest is admitted first",
         SCHEDULER,
-        ("sequence = self.waiting[0]", "sequence = self.waiting[-1]"),
-        ("self.waiting.popleft()", "self.waiting.pop()"),
+        (
+            "next((s for s in self.waiting if not s.paused), None)",
+            "next((s for s in reversed(self.waiting) if not s.paused), None)",
+        ),
     ),
     mutant(
         "admission does not ask whether the prompt fits",
         SCHEDULER,
-        ("if needed + kept_free > self.kv.pool.num_free:", "if False:"),
+        ("return needed + kept_free <= self.kv.pool.num_free", "return True"),
     ),
     mutant(
         "somebody is admitted past a prompt that waits for room",
@@ -284,8 +361,8 @@ MUTANTS = [
         "each token is streamed twice",
         REQUEST,
         (
-            "self.chunks.append(Chunk(text, token_ids, reason, sample.index))",
-            "self.chunks += [Chunk(text, token_ids, reason, sample.index)] * 2",
+            "self.chunks.append(chunk)",
+            "self.chunks += [chunk] * 2",
         ),
     ),
     # --- the prefix cache's bugs ---
@@ -706,7 +783,7 @@ MUTANTS = [
         "two engines wait for each other's blocks",
         SCHEDULER,
         (
-            "            self._preempt(self.running[-1], batch)\n        batch",
+            "            self._preempt(self._victim(), batch)\n        batch",
             "            pass\n        batch",
         ),
     ),

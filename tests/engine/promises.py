@@ -23,7 +23,7 @@ def new_events() -> Events:
     names = (
         "steps preempted swapped_out swapped_in copied hits hit_tokens whole_hits forked evicted"
     )
-    names += " dropped oversized blocked aborted refused failed chunks finished"
+    names += " dropped oversized blocked aborted refused failed chunks finished paused yielded"
     return dict.fromkeys(names.split(), 0)
 
 
@@ -107,6 +107,9 @@ class Told:
     params: SamplingParams
     samples: dict[str, Said] = field(default_factory=dict)
     aborted: bool = False
+    paused: bool = False
+    was_paused: bool = False
+    sequences: list[Sequence] = field(default_factory=list)
 
 
 @dataclass
@@ -177,6 +180,13 @@ class Desk:
 
     def said(self, sequence_id: str) -> Said:
         return self.live[sequence_id.split(".")[0]].samples[sequence_id]
+
+    def is_paused(self, sequence_id: str) -> bool:
+        return self.said(sequence_id).told.paused
+
+    @property
+    def all_paused(self) -> bool:
+        return all(told.paused for told in self.live.values())
 
     def uses_cache(self, sequence_id: str) -> bool:
         wanted = self.said(sequence_id).told.params.prefix_cache
@@ -301,13 +311,19 @@ class Desk:
         ran = {part.sequence_id: part for part in record.sequences}
         assert len(ran) == len(record.sequences)
         states = before.states
-        for sequence_id, state in states.items():
+        assert not any(self.is_paused(i) for i in ran), "somebody ran who was paused"
+        awake = {i: state for i, state in states.items() if not self.is_paused(i)}
+        for sequence_id, state in awake.items():
             if state == "RUNNING" and sequence_id not in record.preempted:
                 assert sequence_id in ran, f"{sequence_id} was decoding and had to wait"
-        passed_over = [i for i, state in states.items() if state == "PREFILLING" and i not in ran]
+        passed_over = [i for i, state in awake.items() if state == "PREFILLING" and i not in ran]
         own = [part for part in record.sequences if part.forked_from is None]
         admitted = [p for p in own if states[p.sequence_id] in ("WAITING", "PREEMPTED")]
-        assert not (admitted and (record.preempted or passed_over)), "no room, yet one more came"
+        disturbed = [i for i in record.preempted if not self.is_paused(i)]
+        assert not (admitted and (disturbed or passed_over)), "no room, yet one more came"
+        still = [s for s in self.engine.scheduler.running if self.is_paused(s.sequence_id)]
+        assert not (disturbed and still), "somebody who ran gave way to a paused one"
+        self.events["yielded"] += len(record.preempted) - len(disturbed)
         for part in own:
             self.note_part(part, part in admitted)
         for part in record.sequences:
@@ -421,11 +437,22 @@ class Desk:
 
     def check_order(self, record: StepRecord) -> None:
         """First come, first served: who runs came before who waits."""
-        order = [(self.said(i).told.arrival, self.said(i).index) for i in self.sequences()]
+        scheduler = self.engine.scheduler
+        for queue in (scheduler.running, scheduler.waiting):
+            order = [self.place(s) for s in queue]
+            assert order == sorted(order), "a queue is out of order"
+        never = [
+            s for s in self.sequences().values() if not self.said(s.sequence_id).told.was_paused
+        ]
+        order = [self.place(s) for s in never]
         assert order == sorted(order), "somebody overtook"
         assert record.waiting == [s.sequence_id for s in self.engine.scheduler.waiting]
         phases = [part.phase for part in record.sequences]
         assert phases == sorted(phases), "decodes come first in a batch"
+
+    def place(self, sequence: Sequence) -> tuple[int, int]:
+        said = self.said(sequence.sequence_id)
+        return said.told.arrival, said.index
 
     def check_free_count(self, record: StepRecord, before: Before) -> None:
         """What the record says was taken, found, moved and freed is what changed."""
@@ -434,10 +461,13 @@ class Desk:
         brought = [move.target for move in record.moves if move.kind == "swap_in"]
         held = {b for r in record.residents for b in r.block_table if b != DROPPED}
         revived = held - before.held - set(taken) - set(brought)
+        assert record.num_free_blocks == pool.num_free
+        if any(self.is_paused(i) for i in record.preempted):
+            self.unrecorded_free = 0  # blocks may have changed hands twice in this step
+            return
         assert revived <= set(before.cached), "somebody holds blocks that were not given"
         self.check_evictions(before, [*taken, *brought], held)
         freed = len(record.blocks_freed) - self.unrecorded_free
-        assert record.num_free_blocks == pool.num_free
         if not self.events["failed"]:
             gone = len(taken) + len(brought) + len(revived)
             assert record.num_free_blocks == before.free - gone + freed
