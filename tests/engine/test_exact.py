@@ -18,7 +18,25 @@ from pdlab.sampling import mix
 from pdlab.trace import DROPPED, sample_ids
 from tests.helpers import SHAPES, load_prompts, plain_kv, random_model, random_prompt, run_watched
 
-KINDS = (SamplingParams(), SamplingParams(temperature=0.9, seed=7))
+KINDS = (
+    SamplingParams(),
+    SamplingParams(temperature=0.9, seed=7),
+    SamplingParams(
+        temperature=1.3,
+        top_k=40,
+        top_p=0.95,
+        min_p=0.001,
+        typical_p=0.95,
+        repetition_penalty=1.2,
+        frequency_penalty=0.3,
+        presence_penalty=-0.2,
+        logit_bias={3: 1.5},
+        bad_words=[(5,), (7, 8)],
+        seed=11,
+        logprobs=2,
+        prompt_logprobs=1,
+    ),
+)
 FORMATS = ("fp32", "fp32", "int8", "int4", "fp8/int4:token:4")
 """Those with token scales: how a token is stored does not depend on its neighbours."""
 
@@ -92,7 +110,8 @@ def plain_run(
     [[tokens]], stored, [output] = run_stored(shape, config, [list(prompt)], [params])
     if kv_format == "fp32":
         naive = NaiveGenerator(random_model(SHAPES[shape]), exact=True, window=window)
-        assert naive.generate(list(prompt), params).token_ids == tokens
+        alone = replace(params, prompt_logprobs=None)
+        assert naive.generate(list(prompt), alone).token_ids == tokens
         logits = naive.logits([*prompt, *tokens[:-1]])[len(prompt) - 1 :]
         assert torch.equal(torch.stack(stored[output.request_id].logits), logits)
     return tokens, stored[output.request_id]
@@ -110,10 +129,10 @@ def workloads(draw: st.DrawFn) -> tuple[list[list[int]], list[SamplingParams], E
     prompts = [random_prompt(40, seed=draw(st.integers(0, 2)))[:length] for length, _ in shapes]
     max_num_seqs = draw(st.integers(1, 4))
     params = [
-        SamplingParams(
+        replace(
+            kind,
             max_tokens=tokens,
-            temperature=kind.temperature,
-            seed=kind.seed,
+            min_tokens=draw(st.integers(0, tokens)),
             n=draw(st.sampled_from([1, 1, min(3, max_num_seqs)])),
         )
         for _, tokens in shapes
