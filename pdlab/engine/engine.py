@@ -371,8 +371,10 @@ class Engine:
         try:
             yield Chunk("", [])  # taken by `stream`
             while not request.is_drained:
-                yield from request.read()
-                self._advance(request)
+                if request.num_unread:
+                    yield request.read()
+                else:
+                    self._advance(request)
             request.raise_error()
         finally:
             self._leave(request)
@@ -396,9 +398,10 @@ class Engine:
             raise
         try:
             while not request.is_drained:
-                for chunk in request.read():
-                    yield chunk
-                await self._turns.wait(lambda: self._advance(request))
+                if request.num_unread:
+                    yield request.read()
+                else:
+                    await self._turns.wait(lambda: self._advance(request))
             request.raise_error()
         finally:
             await asyncio.shield(asyncio.to_thread(self._leave, request))

@@ -174,12 +174,12 @@ class Request:
         self.chunks.append(chunk)
         return chunk.text
 
-    def read(self) -> list[Chunk]:
-        """The chunks that have not been read."""
-        chunks = self.chunks[self.num_read :]
-        self.num_read = len(self.chunks)
+    def read(self) -> Chunk:
+        """The next chunk that has not been read."""
+        chunk = self.chunks[self.num_read]
+        self.num_read += 1
         self.pause_if_unread()
-        return chunks
+        return chunk
 
     def output(self) -> RequestOutput:
         """The finished request, as the caller sees it."""

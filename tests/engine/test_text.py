@@ -21,6 +21,11 @@ CUT_TEXTS = [
     "é",
     "😀",
     "👨‍👩‍👧‍👦",
+    "👍🏽",
+    "🇨🇳🇫🇷",
+    "e\u0301a\u0308\u0323",
+    "नमस्ते",
+    "한국어",
     "naïve café",
     "我是谁？",
     "\U0010ffff",
@@ -41,14 +46,15 @@ def token_of_byte(tokenizer) -> dict[int, int]:
     return {byte: singles[bytes([byte])] for byte in range(256) if bytes([byte]) in singles}
 
 
-def pieces(tokenizer, token_ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer)
+def pieces(tokenizer, token_ids: list[int], skip: bool = True) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
     return [*(detokenizer.add(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
 def check(tokenizer, token_ids: list[int]) -> None:
-    expected = tokenizer.decode(token_ids, skip_special_tokens=True)
-    assert "".join(pieces(tokenizer, token_ids)) == expected
+    for skip in (True, False):
+        expected = tokenizer.decode(token_ids, skip_special_tokens=skip)
+        assert "".join(pieces(tokenizer, token_ids, skip)) == expected
 
 
 @settings(max_examples=300)
@@ -209,7 +215,18 @@ def test_joined_chunks_are_the_text_with_byte_fallback_too() -> None:
     draw = random.Random(0)
     interesting = [*range(257, 261), *(1 + byte for byte in "我😀é".encode()), 1 + 0xE6, 1 + 0x88]
     for _ in range(500):
-        ids = draw.choices(interesting, k=draw.randrange(1, 12))
-        detokenizer = Detokenizer(tokenizer)
-        pieces = [detokenizer.add(i) for i in ids] + [detokenizer.flush()]
-        assert "".join(pieces) == tokenizer.decode(ids), ids
+        ids = draw.choices(interesting, k=draw.choice([3, 12, 60]))
+        assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids), ids
+
+
+def test_a_held_character_says_its_bytes(tokenizer, token_of_byte):
+    detokenizer = Detokenizer(tokenizer)
+    held = []
+    for byte in "é😀".encode():
+        detokenizer.add(token_of_byte[byte])
+        held.append(detokenizer.held_bytes.hex())
+    assert held == ["c3", "", "f0", "f09f", "f09f98", ""]
+    fallback = sentencepiece_like()
+    detokenizer = Detokenizer(fallback)
+    assert detokenizer.add(1 + 0xE6) == ""
+    assert detokenizer.held_bytes == b"\xe6"
