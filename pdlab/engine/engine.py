@@ -410,6 +410,7 @@ class Engine:
         """Step, unless there is something to read already, from a step that another one made."""
         with self._lock:
             if not request.num_unread and not request.finished:
+                request.pause_if_unread()  # its reader may have read while a step delivered
                 self._step_or_wait()
 
     def _leave_submitted(self, submitting: asyncio.Future[Request]) -> None:
