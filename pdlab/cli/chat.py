@@ -106,12 +106,11 @@ class Terminal:
 
     def talk(self) -> None:
         for line in self.lines():
-            word = line.split(maxsplit=1)[0] if line.strip() else ""
-            if word in ("/quit", "/exit"):
-                return
             if line.startswith("/"):
+                if line.split(maxsplit=1)[0] in ("/quit", "/exit"):
+                    return
                 self.command(line)
-            elif word:
+            elif line.strip():
                 self.answer(partial(self.conversation.say, line.strip()))
 
     def lines(self) -> Iterator[str]:

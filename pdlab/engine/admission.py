@@ -15,6 +15,7 @@ from pdlab.engine.output import Completion, RequestOutput
 from pdlab.kvcache import KVMemory, Retention, parse_kv_format
 from pdlab.models import Model
 from pdlab.models.config import ModelConfig
+from pdlab.requirements import require_int
 from pdlab.sampling import SamplingParams
 
 Prompt = str | list[int] | list[dict[str, str]]
@@ -176,6 +177,16 @@ def check_token_ids(model: Model, params: SamplingParams) -> None:
                 raise ValueError(f"{name} has token id {token_id}, vocab_size is {vocab_size}")
     if params.stop and model.tokenizer is None:
         raise ValueError(f"stop={params.stop[0]!r:.60}: the model has no tokenizer for texts")
+
+
+def check_stream(params: SamplingParams | None, max_unread: int) -> None:
+    """Raise a ValueError for what a stream cannot do."""
+    require_int("max_unread", max_unread, least=1)
+    if params and params.prompt_logprobs is not None:
+        raise ValueError(
+            f"prompt_logprobs={params.prompt_logprobs}: a stream has no place for them, use "
+            "generate, or submit and collect"
+        )
 
 
 def check_vocabulary(model: Model, token_ids: list[int]) -> None:

@@ -13,7 +13,7 @@ Knows tokens and requests; nothing of screens.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from collections.abc import Sequence as Several
 from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -199,11 +199,16 @@ class Conversation:
         Raises:
             ValueError: nothing was asked yet.
         """
-        before = list(self.messages), list(self.turns)
+        before = list(self.messages), list(self.turns), self.token_ids
+
+        def restore() -> None:
+            self.messages, self.turns, self.token_ids = before
+
+        text = self.undo()
         try:
-            return self.say(self.undo())
-        except ValueError:
-            self.messages, self.turns = before
+            return _or_else(self.say(text), restore)
+        except Exception:
+            restore()
             raise
 
     def undo(self) -> str:
@@ -386,3 +391,12 @@ class _Prepared:
     forgotten: list[Message]
     num_forgotten: int
     limit: int
+
+
+def _or_else(chunks: Iterator[Chunk], restore: Callable[[], None]) -> Iterator[Chunk]:
+    """The stream; where it fails, things are as they were."""
+    try:
+        yield from chunks
+    except Exception:
+        restore()
+        raise

@@ -28,6 +28,7 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._ids: list[int] = []
         self._shown = ""
+        self._bytes = b""
 
     def add(self, token_id: int) -> str:
         """Text that became certain with this token."""
@@ -38,8 +39,9 @@ class Detokenizer:
             return self._utf8.decode(tokenizer.token_bytes(token_id) or b"")
         self._ids.append(token_id)
         if tokenizer.is_byte_fallback(token_id):  # its run of bytes may still change meaning
+            self._bytes += tokenizer.token_bytes(token_id) or b""
             return ""
-        return self._advance(tokenizer, hold_back=True)
+        return self._advance(tokenizer)
 
     def flush(self) -> str:
         """What was held back, at the end of the text."""
@@ -47,26 +49,18 @@ class Detokenizer:
             return ""
         if self._tokenizer.is_byte_level:
             return self._utf8.decode(b"", final=True)
-        return self._advance(self._tokenizer, hold_back=False)
+        return self._advance(self._tokenizer)
 
     @property
     def held_bytes(self) -> bytes:
         """Bytes of the unfinished character."""
-        if self._tokenizer is None:
-            return b""
-        if self._tokenizer.is_byte_level:
-            return self._utf8.getstate()[0]
-        bytes_of = self._tokenizer.token_bytes
-        whole = b"".join(bytes_of(token_id) or b"" for token_id in self._ids)
-        return whole[len(self._shown.encode()) :]
+        return self._bytes or self._utf8.getstate()[0]
 
-    def _advance(self, tokenizer: Tokenizer, hold_back: bool) -> str:
+    def _advance(self, tokenizer: Tokenizer) -> str:
         """For other vocabularies: the last tokens' text again, less what was shown of it before."""
         text = tokenizer.decode(self._ids, skip_special_tokens=self._skips)
-        if hold_back and text.endswith("\ufffd"):
-            return ""
-        new, self._shown = text[len(self._shown) :], text
-        if hold_back and len(self._ids) > WINDOW:
+        new, self._shown, self._bytes = text[len(self._shown) :], text, b""
+        if len(self._ids) > WINDOW:
             # One token stays: a decoder strips the space before the first.
             self._ids = self._ids[-1:]
             self._shown = tokenizer.decode(self._ids, skip_special_tokens=self._skips)

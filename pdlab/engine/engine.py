@@ -32,7 +32,7 @@ from pdlab.engine.runner import EXACT_ROW_TILE, ModelRunner, Runner, StepOutput
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
 from pdlab.engine.sequence import Sequence
 from pdlab.engine.timing import StageClock
-from pdlab.engine.turns import Turns
+from pdlab.engine.turns import Handover, Turns
 from pdlab.kvcache import KVMemory, PagedKVCache, PrefixCacheStats
 from pdlab.models import Model
 from pdlab.requirements import require_int
@@ -125,7 +125,7 @@ class Engine:
         Interrupted (Ctrl-C) while the model computes, nothing of the batch has been computed, and
         the next step computes it again; sequences preempted for it, and blocks copied, stay so, and
         are missing in the trace. Other threads wait. None is also returned where nothing *can*
-        be done, because other engines hold all blocks of a shared memory.
+        be done: all streams are paused, or other engines hold all blocks of a shared memory.
         """
         with self._lock:
             memory = self._require_open()
@@ -133,15 +133,15 @@ class Engine:
                 return None
             start_s = self._now()
             clock = StageClock(self.model.decoder.device)
+            sequences = [*self.scheduler.running, *self.scheduler.waiting]
+            may_idle = memory.num_engines > 1 or any(s.paused for s in sequences)
             with undisturbed():
                 batch = self.scheduler.schedule()
                 orders = memory.manager.take_orders()
                 self.runner.carry_out(orders)
                 self._note(batch)
             if not batch.scheduled:
-                sequences = [*self.scheduler.running, *self.scheduler.waiting]
-                idle = memory.num_engines > 1 or all(s.paused for s in sequences)
-                assert idle, "there is work, and nothing of it was scheduled"
+                assert may_idle, "there is work, and nothing of it was scheduled"
                 return None
             clock.lap("schedule")
             with self._metered() as activations:
@@ -256,25 +256,35 @@ class Engine:
         admission.check_token_ids(self.model, params)
         text, prompt_ids = admission.tokenize(self.model, prompt)
         admission.check_fits(self.config, kept, prompt_ids, params)
-        with self._lock, undisturbed():
-            self._require_open()
-            request = new_request(
-                f"r{self._num_requests}",
-                text,
-                prompt_ids,
-                params,
-                seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-                uses_prefix_cache=self.config.enable_prefix_cache and params.prefix_cache,
-                arrival_s=self._now(),
-                model=self.model,
-                compiler=self.compiler,
-            )
-            request.max_unread = max_unread
-            self._num_requests += 1
-            self.requests[request.request_id] = request
-            self._recorder.add_request(request, params)
-            self.scheduler.add(request.samples[0].sequence)
+        arrival_s = self._now()
+        constraint, bad_words = self.compiler.constraint(params), self.compiler.bad_words(params)
+        queued: list[Request] = []
+        try:
+            with self._lock, undisturbed():
+                self._require_open()
+                request = new_request(
+                    f"r{self._num_requests}",
+                    text,
+                    prompt_ids,
+                    params,
+                    seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+                    uses_prefix_cache=self.config.enable_prefix_cache and params.prefix_cache,
+                    arrival_s=arrival_s,
+                    model=self.model,
+                    constraint=constraint,
+                    bad_words=bad_words,
+                )
+                request.max_unread = max_unread
+                self._recorder.add_request(request, params)
+                self._num_requests += 1
+                self.requests[request.request_id] = request
+                self.scheduler.add(request.samples[0].sequence)
+                queued.append(request)
             return request
+        except BaseException:  # a Ctrl-C that was held back: nobody learns the request's id
+            for request in queued:
+                self._leave(request)
+            raise
 
     def abort(self, request_id: str) -> None:
         """End a request now and free its blocks; one that has finished or is gone stays so."""
@@ -362,7 +372,7 @@ class Engine:
         Raises:
             ValueError: as `submit`; or, after the last chunk, what kept a sample from going on.
         """
-        require_int("max_unread", max_unread, least=1)
+        admission.check_stream(params, max_unread)
         chunks = self._follow(self._submit(prompt, params, max_unread))
         next(chunks)  # enter its `try`, or closing it unread would not abort
         return chunks
@@ -387,15 +397,9 @@ class Engine:
         The request is submitted when the first chunk is asked for. Closing the iterator, or
         cancelling the task that reads it, aborts the request.
         """
-        require_int("max_unread", max_unread, least=1)
-        submitting = asyncio.ensure_future(
-            asyncio.to_thread(self._submit, prompt, params, max_unread)
-        )
-        try:
-            request = await asyncio.shield(submitting)
-        except asyncio.CancelledError:
-            submitting.add_done_callback(self._leave_submitted)
-            raise
+        admission.check_stream(params, max_unread)
+        handover = Handover(self._leave)
+        request = await handover.wait(lambda: self._submit(prompt, params, max_unread))
         try:
             while not request.is_drained:
                 if request.num_unread:
@@ -413,11 +417,6 @@ class Engine:
                 request.pause_if_unread()  # its reader may have read while a step delivered
                 self._step_or_wait()
 
-    def _leave_submitted(self, submitting: asyncio.Future[Request]) -> None:
-        """Its reader was gone before it was there; if it is there."""
-        if not submitting.cancelled() and submitting.exception() is None:
-            self._leave(submitting.result())
-
     def _leave(self, request: Request) -> None:
         """The reader of a stream is gone."""
         self.abort(request.request_id)
@@ -431,7 +430,7 @@ class Engine:
                     return
                 raise RuntimeError(
                     "the blocks are held by sequences of other engines on the same KV memory, and "
-                    "none of them gets on: step or abort them"
+                    "none of them gets on: step them, read their streams, or abort them"
                 )
 
     # --- looking in ---------------------------------------------------------------------------

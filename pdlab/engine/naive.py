@@ -114,7 +114,8 @@ class NaiveGenerator:
             uses_prefix_cache=False,
             arrival_s=time.perf_counter(),
             model=self.model,
-            compiler=self._compiler,
+            constraint=self._compiler.constraint(params),
+            bad_words=self._compiler.bad_words(params),
         )
         return request.samples[0]
 

@@ -17,7 +17,7 @@ from pdlab.engine.output import (
 from pdlab.engine.sequence import Sequence, SequenceState
 from pdlab.engine.stops import StopFinder
 from pdlab.models import Model
-from pdlab.sampling import Compiler, Sampled, SamplingParams, TokenLogprobs, mix
+from pdlab.sampling import Matcher, Sampled, SamplingParams, TokenLogprobs, mix
 from pdlab.trace import sample_ids
 
 
@@ -61,11 +61,7 @@ class Sample:
         )
 
     def ending(self, max_model_len: int) -> FinishReason | None:
-        """Whether the text ends with its newest token; `stop_reason` then says what stopped it.
-
-        Raises:
-            ValueError: the newest token is not what the constraint allowed.
-        """
+        """Whether, and how, the text ends with its newest token; see `stop_reason` and `error`."""
         sequence, params = self.sequence, self.sequence.params
         newest = sequence.token_ids[-1]
         if sequence.is_stopped_by_token:
@@ -75,7 +71,11 @@ class Sample:
             self.stop_reason = self.stops.found
             return "stop"
         if sequence.constraint and sequence.may_stop:
-            sequence.constraint.sync(sequence.output_ids)
+            try:
+                sequence.constraint.sync(sequence.output_ids)
+            except ValueError as error:  # it allowed the token, and now it cannot follow
+                self.error = error
+                return "error"
             if sequence.constraint.is_over:
                 self.stop_reason = CONSTRAINT_OVER
                 return "stop"
@@ -86,6 +86,8 @@ class Sample:
     def close(self) -> Chunk:
         """Release what was held back, once the sequence has finished."""
         text = self.stops.push(self.detokenizer.flush())
+        if self.stops.found is not None and self.sequence.finish_reason in ("stop", "length"):
+            self.sequence.finish_reason, self.stop_reason = "stop", self.stops.found
         return self._release(text + self.stops.flush(), token_ids=[])
 
     @property
@@ -143,10 +145,13 @@ class Request:
     """Chunks that may wait for their reader before the request pauses; None for no limit."""
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By position in the prompt."""
+    num_closed: int = 0
+    """Samples whose last chunk is there."""
 
     @property
     def finished(self) -> bool:
-        return all(sample.finished for sample in self.samples)
+        """Whether all is there that there will be."""
+        return self.num_closed == len(self.samples)
 
     @property
     def num_unread(self) -> int:
@@ -172,6 +177,7 @@ class Request:
     def release(self, chunk: Chunk) -> str:
         """Hand a piece of one of the samples to the reader; returns its text."""
         self.chunks.append(chunk)
+        self.num_closed += chunk.finish_reason is not None
         return chunk.text
 
     def read(self) -> Chunk:
@@ -205,17 +211,18 @@ def new_request(
     uses_prefix_cache: bool,
     arrival_s: float,
     model: Model,
-    compiler: Compiler,
+    constraint: Matcher | None,
+    bad_words: Matcher | None,
 ) -> Request:
     """A request with `params.n` sequences: the first runs, the others fork off it.
 
     The first sample draws with the request's own seed, as it would alone.
 
-    Raises:
-        ValueError: a constraint, or a token id, does not fit the model.
+    Args:
+        constraint, bad_words: their start states.
     """
-    constraint, bad_words = compiler.constraint(params), compiler.bad_words(params)
-    own_ends = () if params.ignore_eos else model.config.eos_token_ids
+    ends = [i for i in model.config.eos_token_ids if i < model.config.vocab_size]
+    own_ends = [] if params.ignore_eos else ends
     samples = [
         Sample(
             index,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 from pdlab.engine.output import FinishReason
 from pdlab.kvcache import Prefix
-from pdlab.sampling import Matcher, SamplingParams
+from pdlab.sampling import Matcher, SamplingParams, Tally
 from pdlab.trace import Phase
 
 
@@ -86,6 +87,11 @@ class Sequence:
     @property
     def output_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_ids) :]
+
+    @cached_property
+    def tally(self) -> Tally:
+        """The tokens it has seen, counted when penalties first ask."""
+        return Tally(self.num_prompt_tokens)
 
     @property
     def may_stop(self) -> bool:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 
 class Turns:
@@ -27,3 +31,37 @@ class Turns:
     def _is_of_this_loop(self) -> bool:
         assert self._current is not None
         return self._current.get_loop() is asyncio.get_running_loop()
+
+
+class Handover(Generic[T]):
+    """What a thread makes for a task that may be cancelled meanwhile: one of the two has it.
+
+    Args:
+        leave: what to do with it when its task is gone.
+    """
+
+    def __init__(self, leave: Callable[[T], None]):
+        self._leave = leave
+        self._lock = threading.Lock()
+        self._made: list[T] = []
+        self._is_gone = False
+
+    async def wait(self, make: Callable[[], T]) -> T:
+        """What `make` returns, made in a thread."""
+        try:
+            return await asyncio.to_thread(self._work, make)
+        except asyncio.CancelledError:
+            with self._lock:
+                self._is_gone = True
+            for made in self._made:
+                self._leave(made)
+            raise
+
+    def _work(self, make: Callable[[], T]) -> T:
+        made = make()
+        with self._lock:
+            if not self._is_gone:
+                self._made.append(made)
+                return made
+        self._leave(made)
+        return made

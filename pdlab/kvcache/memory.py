@@ -68,9 +68,9 @@ class KVMemory:
             rewrites=self.cache.open_blocks is None,
         )
         self.lock = threading.RLock()
+        """Held while an engine plans, runs or books a step: threads take turns."""
         self._changed = threading.Condition(self.lock)
         self._num_changes = 0
-        """Held while an engine plans, runs or books a step: threads take turns."""
         self.num_engines = 0
         self._seats_left = max_num_seqs
         self._kind: dict[str, object] = {}

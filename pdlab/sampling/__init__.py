@@ -18,6 +18,7 @@ from pdlab.sampling.sampler import (
     mix,
     uniform,
 )
+from pdlab.sampling.tally import Tally
 
 __all__ = [
     "CHAIN",
@@ -31,6 +32,7 @@ __all__ = [
     "Sampled",
     "Sampler",
     "SamplingParams",
+    "Tally",
     "TokenLogprobs",
     "draw",
     "logprobs_of",

@@ -66,6 +66,7 @@ def run_chain(logits: Tensor, drawers: Sequence[Drawer], watch: Watch | None = N
     for link in NUDGES:
         run.apply(link)
     run.apply_own()
+    run.sync_matchers()
     for link in (*MASKS, *SHAPES):
         run.apply(link)
     return Processed(run.logits, run.errors)
@@ -82,10 +83,24 @@ class _Run:
         self._is_ours = self.logits is not logits
 
     def apply(self, link: LogitsProcessor) -> None:
-        rows = [i for i, drawer in enumerate(self._drawers) if link.applies_to(drawer)]
+        rows = [
+            row
+            for row, drawer in enumerate(self._drawers)
+            if row not in self.errors and link.applies_to(drawer)
+        ]
         if rows:
             self._replace(rows, link.process)
             self._show(link)
+
+    def sync_matchers(self) -> None:
+        """Bring what masks by the text up to date; where that fails, that row has failed."""
+        for row, drawer in enumerate(self._drawers):
+            for matcher in (drawer.bad_words, drawer.constraint):
+                try:
+                    if matcher:
+                        matcher.sync(drawer.output_ids)
+                except ValueError as error:
+                    self.errors[row] = error
 
     def apply_own(self) -> None:
         """The processors that requests bring: each object once for all rows that share it.
@@ -105,7 +120,8 @@ class _Run:
         try:
             rows = [row for row in candidates if own.applies_to(self._drawers[row])]
             if rows:
-                self._replace(rows, lambda logits, drawers: _checked(own, logits, drawers))
+                with torch.no_grad():
+                    self._replace(rows, lambda logits, drawers: _checked(own, logits, drawers))
         except Exception as error:
             for row in rows:
                 self.errors[row] = ValueError(f"logits_processors: {own!r:.60} failed: {error!r}")
@@ -142,4 +158,4 @@ def _checked(own: LogitsProcessor, logits: Tensor, drawers: Sequence[Drawer]) ->
         raise ValueError(f"it returned {got}, not a tensor of shape {tuple(logits.shape)}")
     if result.isnan().any() or (result == torch.inf).any():
         raise ValueError("it returned a logit that is NaN or +inf")
-    return result.to(logits)
+    return result.detach().to(logits).contiguous()

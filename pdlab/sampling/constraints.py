@@ -8,15 +8,22 @@ in a few hundred lines that can be read.
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pdlab.models.tokenizer import Tokenizer
-from pdlab.sampling.automaton import AutomatonMatcher, TokenBytes, TokenMasker, avoid
+from pdlab.sampling.automaton import (
+    AutomatonMatcher,
+    ByteAutomaton,
+    TokenBytes,
+    TokenMasker,
+    avoid,
+)
 from pdlab.sampling.masks import Mask
 from pdlab.sampling.matcher import Matcher
 from pdlab.sampling.params import CONSTRAINTS, SamplingParams
@@ -27,8 +34,14 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 CONSTRAINT_BACKENDS = ("llguidance", "pdlab")
-MAX_COMPILED = 16
+MAX_COMPILED = 8
 """Constraints kept compiled, for the next request with the same."""
+MAX_CHOICES = 1000
+MAX_SPECIFICATION = 200_000
+"""Characters of a schema, an expression, a grammar, or all choices."""
+LARGEST_BOUND = 2**53
+MAX_MASK_BYTES = 32 * 2**20
+"""Memory for the masks of one compiled constraint."""
 
 
 class Compiler:
@@ -45,6 +58,7 @@ class Compiler:
         self.backend = backend
         self._compiled: OrderedDict[Hashable, Matcher] = OrderedDict()
         """Start states made before, the last used at the end; they share their masks."""
+        self._lock = threading.Lock()
 
     def constraint(self, params: SamplingParams) -> Matcher | None:
         """The start state of a request's constraint; None if it has none.
@@ -68,29 +82,44 @@ class Compiler:
             return None
         if self.tokenizer is None:
             raise ValueError(f"bad_words={texts[0]!r:.60}: the model has no tokenizer for texts")
+        for token_id in self.tokenizer.special_ids:
+            name = self.tokenizer.token_text(token_id)
+            if any(name in text for text in texts):
+                raise ValueError(
+                    f"bad_words names the control token {name}, which is no text: forbid it by its "
+                    f"id, ({token_id},)"
+                )
         words = [text.encode() for text in texts]
         return self._once(("bad_words", *texts), lambda: self._avoid(words))
 
     def _once(self, key: Hashable, make: Callable[[], Matcher]) -> Matcher:
         """What was compiled before, or is now."""
-        if key not in self._compiled:
-            self._compiled[key] = make()
-        self._compiled.move_to_end(key)
-        while len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
-        return self._compiled[key].fork()
+        with self._lock:
+            if key not in self._compiled:
+                self._compiled[key] = make()
+            self._compiled.move_to_end(key)
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            return self._compiled[key].fork()
 
     def _compile(self, name: str, params: SamplingParams) -> Matcher:
         if self.tokenizer is None:
             raise ValueError(f"{name} needs a tokenizer, and this model has none")
+        _check_size(name, params)
         own = self.backend == "pdlab"
         matcher = self._own(name, params) if own else self._grammar(name, params, self.tokenizer)
         if not (matcher.may_end or matcher.allowed().any()):
-            raise ValueError(f"{_shown(name, params)}: there is no text that tokens can spell")
+            problem = matcher.problem or "there is no text that tokens can spell"
+            raise ValueError(f"{_shown(name, params)}: {problem}")
         return matcher
 
     def _avoid(self, words: list[bytes]) -> Matcher:
-        return AutomatonMatcher(TokenMasker(avoid(words), self._token_bytes, textless=True))
+        return AutomatonMatcher(self._masker(avoid(words), textless=True))
+
+    def _masker(self, automaton: ByteAutomaton, textless: bool = False) -> TokenMasker:
+        return TokenMasker(
+            automaton, self._token_bytes, textless=textless, max_cached_bytes=MAX_MASK_BYTES
+        )
 
     @cached_property
     def _token_bytes(self) -> TokenBytes:
@@ -104,16 +133,31 @@ class Compiler:
             automaton = compile_choice(params.choice)
         else:
             raise ValueError(f"{name} needs constraint_backend='llguidance', not 'pdlab'")
-        return AutomatonMatcher(TokenMasker(automaton, self._token_bytes))
+        return AutomatonMatcher(self._masker(automaton))
 
     def _grammar(self, name: str, params: SamplingParams, tokenizer: Tokenizer) -> Matcher:
         from llguidance import LLMatcher
 
-        state = LLMatcher(tokenizer.llguidance, _as_grammar(params), log_level=0)
+        if params.choice is not None and len(params.choice) > MAX_CHOICES:
+            raise ValueError(
+                f"choice has {len(params.choice)} texts, llguidance takes {MAX_CHOICES}; "
+                "constraint_backend='pdlab' takes more"
+            )
+        _check_bounds(params.json_schema)
+        ends = {i: tokenizer.token_text(i) for i in tokenizer.eos_token_ids if i < self.vocab_size}
+        for end in ends.values():
+            if end in (params.grammar or ""):
+                raise ValueError(
+                    f"grammar names {end}, which ends a text; it comes by itself where the text "
+                    "may end"
+                )
+        try:
+            state = LLMatcher(tokenizer.llguidance, _as_grammar(params), log_level=0)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{_shown(name, params)}: {error}") from error
         if state.is_error():
-            raise ValueError(f"{_shown(name, params)}: {' '.join(state.get_error().split())}")
-        end_ids = [i for i in tokenizer.eos_token_ids if i < self.vocab_size]
-        return GrammarMatcher(state, self.vocab_size, end_ids)
+            raise ValueError(f"{_shown(name, params)}: {_in_short(state.get_error())}")
+        return GrammarMatcher(state, self.vocab_size, list(ends))
 
 
 class GrammarMatcher(Matcher):
@@ -128,7 +172,9 @@ class GrammarMatcher(Matcher):
     def sync(self, output_ids: Sequence[int]) -> None:
         for position in range(self._num_synced, len(output_ids)):
             if not self._state.consume_token(output_ids[position]):
-                raise ValueError(f"token {output_ids[position]} is not allowed at {position}")
+                raise ValueError(
+                    f"the constraint cannot follow the text after {position} tokens: {self.problem}"
+                )
             self._num_synced += 1
 
     def allowed(self) -> Mask:
@@ -147,6 +193,10 @@ class GrammarMatcher(Matcher):
     @property
     def is_over(self) -> bool:
         return self._state.is_stopped() and self._state.is_accepting()
+
+    @property
+    def problem(self) -> str:
+        return _in_short(self._state.get_error()) if self._state.is_error() else ""
 
     def fork(self) -> GrammarMatcher:
         fork = GrammarMatcher(self._state.deep_copy(), self._vocab_size, self._end_ids)
@@ -178,3 +228,36 @@ def _as_grammar(params: SamplingParams) -> str:
 
 def _shown(name: str, params: SamplingParams) -> str:
     return f"{name}={getattr(params, name)!r:.60}"
+
+
+def _check_size(name: str, params: SamplingParams) -> None:
+    """Refuse what would take long to compile, as nobody can interrupt that."""
+    value = getattr(params, name)
+    size = len(json.dumps(value)) if name == "json_schema" else sum(map(len, value))
+    if size > MAX_SPECIFICATION:
+        raise ValueError(f"{name} has {size} characters, it may have {MAX_SPECIFICATION}")
+
+
+def _check_bounds(schema: object) -> None:
+    """Refuse bounds of numbers that llguidance would not keep.
+
+    It cuts bounds off at 64 bits, and lets a number be what `exclusive` bounds exclude.
+    """
+    parts = schema.values() if isinstance(schema, dict) else schema
+    if isinstance(parts, str) or not isinstance(parts, Iterable):
+        return
+    if isinstance(schema, dict):
+        for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+            bound = schema.get(name)
+            if isinstance(bound, int | float) and abs(bound) > LARGEST_BOUND:
+                raise ValueError(f"json_schema: {name} is beyond +-{LARGEST_BOUND}")
+            excludes = name.startswith("exclusive") and bound is not None
+            if excludes and schema.get("type") != "integer":
+                raise ValueError(f"json_schema: {name} is supported for integers only")
+    for part in parts:
+        _check_bounds(part)
+
+
+def _in_short(message: str) -> str:
+    """The first lines of what llguidance says; the state of its parser may follow them."""
+    return " ".join(message.split("<state>")[0].split())[:300]

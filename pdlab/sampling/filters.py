@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdlab.sampling.matcher import Drawer
-from pdlab.sampling.processors import LogitsProcessor
+from pdlab.sampling.processors import LogitsProcessor, column
 
 LARGEST_SURPRISE = 1e4
 """Above -log p of any token that could ever be drawn."""
@@ -98,7 +98,8 @@ class TypicalP(LogitsProcessor):
     def process(self, logits: Tensor, drawers: Sequence[Drawer]) -> Tensor:
         surprise = logits.log_softmax(dim=-1).neg_()
         parts = (-surprise).exp_().mul_(surprise)
-        entropy = parts.nan_to_num_(0.0).sum(dim=-1, keepdim=True)
+        # Not `sum`: torch may add up one long row otherwise than one of several.
+        entropy = parts.nan_to_num_(0.0).cumsum(dim=-1, dtype=torch.float64)[:, -1:]
         wanted = column([max(d.params.typical_p, 1e-9) for d in drawers], surprise)
         # As for top_p, likely tokens are enough; unless the interval reaches to less likely ones.
         limit = -((1 - wanted) / logits.shape[-1]).log()
@@ -133,9 +134,13 @@ def _half_width(ranked: Tensor, entropy: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _interval(ranked: Tensor, center: Tensor, half_width: Tensor) -> tuple[Tensor, Tensor]:
-    """The first place in a sorted row, and the one after the last, near enough to the center."""
+    """The first place in a sorted row, and the one after the last, near enough to the center.
+
+    In a row where nothing can be drawn, neither means anything, but both are in it.
+    """
+    first = torch.searchsorted(ranked, (center - half_width).float())
     end = torch.searchsorted(ranked, (center + half_width).float(), right=True)
-    return torch.searchsorted(ranked, (center - half_width).float()), end
+    return first.clamp_(max=ranked.shape[-1] - 1), end.clamp_(min=1)
 
 
 def most_in_a_row(mask: Tensor) -> int:
@@ -153,8 +158,3 @@ def sort_rows(values: Tensor) -> Tensor:
     if values.device.type == "cpu":
         return torch.from_numpy(np.sort(values.numpy(), axis=-1))
     return values.sort(dim=-1).values
-
-
-def column(values: Sequence[float], like: Tensor) -> Tensor:
-    """One number a row, [num_rows, 1]."""
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]

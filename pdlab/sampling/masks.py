@@ -31,7 +31,6 @@ class BadWords(LogitsProcessor):
         allowed = np.ones(logits.shape, dtype=np.bool_)
         for row, drawer in zip(allowed, drawers, strict=True):
             if drawer.bad_words:
-                drawer.bad_words.sync(drawer.output_ids)
                 row &= drawer.bad_words.allowed()
             row[_completing(drawer)] = False
         return _forbid(logits, ~allowed)
@@ -67,7 +66,6 @@ class Constraint(LogitsProcessor):
         allowed = np.zeros(logits.shape, dtype=np.bool_)
         for row, drawer in zip(allowed, drawers, strict=True):
             assert drawer.constraint is not None
-            drawer.constraint.sync(drawer.output_ids)
             row[:] = drawer.constraint.allowed()
             if drawer.constraint.may_end and drawer.num_output_tokens >= drawer.params.min_tokens:
                 row[list(drawer.stop_ids)] = True

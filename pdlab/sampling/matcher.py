@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdlab.sampling.params import SamplingParams
+from pdlab.sampling.tally import Tally
 
 
 class Matcher(ABC):
@@ -41,6 +42,11 @@ class Matcher(ABC):
     def is_over(self) -> bool:
         """Whether it is complete and nothing may follow."""
 
+    @property
+    def problem(self) -> str:
+        """What went wrong, where it can follow the text no further; "" as a rule."""
+        return ""
+
     @abstractmethod
     def fork(self) -> Matcher:
         """An independent copy for another sample that goes on from here."""
@@ -56,9 +62,19 @@ class Drawer(Protocol):
     @property
     def prompt_ids(self) -> list[int]: ...
     @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output."""
+        ...
+
+    @property
     def output_ids(self) -> list[int]: ...
     @property
     def num_output_tokens(self) -> int: ...
+    @property
+    def tally(self) -> Tally:
+        """What `token_ids` holds, for penalties."""
+        ...
+
     @property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end this sequence."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pdlab.sampling.matcher import Drawer
-from pdlab.sampling.processors import LogitsProcessor
+from pdlab.sampling.processors import LogitsProcessor, column
 
 
 class LogitBias(LogitsProcessor):
@@ -22,9 +23,12 @@ class LogitBias(LogitsProcessor):
 
     def process(self, logits: Tensor, drawers: Sequence[Drawer]) -> Tensor:
         biases = [drawer.params.logit_bias for drawer in drawers]
-        cells = _cells(biases, logits)
+        width = logits.shape[-1]
+        cells = [row * width + token for row, bias in enumerate(biases) for token in bias]
         values = list(chain.from_iterable(bias.values() for bias in biases))
-        logits.view(-1)[cells] += torch.tensor(values, device=logits.device)
+        logits.view(-1)[torch.tensor(cells, device=logits.device)] += torch.tensor(
+            values, dtype=logits.dtype, device=logits.device
+        )
         return logits
 
 
@@ -41,11 +45,10 @@ class RepetitionPenalty(LogitsProcessor):
         return drawer.params.repetition_penalty != 1
 
     def process(self, logits: Tensor, drawers: Sequence[Drawer]) -> Tensor:
-        cells = _cells([{*d.prompt_ids, *d.output_ids} for d in drawers], logits)
-        penalties = _column([d.params.repetition_penalty for d in drawers], logits)
-        penalty = penalties[cells // logits.shape[-1], 0]
-        before = logits.view(-1)[cells]
-        logits.view(-1)[cells] = torch.where(before > 0, before / penalty, before * penalty)
+        seen = _seen(logits, drawers, [d.params.repetition_penalty for d in drawers])
+        before = logits.view(-1)[seen.cells]
+        after = torch.where(before > 0, before / seen.penalties, before * seen.penalties)
+        logits.view(-1)[seen.cells] = after
         return logits
 
 
@@ -58,9 +61,8 @@ class FrequencyPenalty(LogitsProcessor):
         return drawer.params.frequency_penalty != 0 and drawer.num_output_tokens > 0
 
     def process(self, logits: Tensor, drawers: Sequence[Drawer]) -> Tensor:
-        cells, counts = _cells([d.output_ids for d in drawers], logits).unique(return_counts=True)
-        penalties = _column([d.params.frequency_penalty for d in drawers], logits)
-        logits.view(-1)[cells] -= penalties[cells // logits.shape[-1], 0] * counts
+        seen = _seen(logits, drawers, [d.params.frequency_penalty for d in drawers])
+        logits.view(-1)[seen.cells] -= seen.penalties * seen.counts
         return logits
 
 
@@ -73,19 +75,30 @@ class PresencePenalty(LogitsProcessor):
         return drawer.params.presence_penalty != 0 and drawer.num_output_tokens > 0
 
     def process(self, logits: Tensor, drawers: Sequence[Drawer]) -> Tensor:
-        cells = _cells([set(d.output_ids) for d in drawers], logits)
-        penalties = _column([d.params.presence_penalty for d in drawers], logits)
-        logits.view(-1)[cells] -= penalties[cells // logits.shape[-1], 0]
+        seen = _seen(logits, drawers, [d.params.presence_penalty for d in drawers])
+        logits.view(-1)[seen.cells] -= seen.penalties * (seen.counts > 0)
         return logits
 
 
-def _cells(token_ids: Sequence[Collection[int]], logits: Tensor) -> Tensor:
-    """Where each row's tokens stand in the flattened logits."""
-    width = logits.shape[-1]
-    flat = [row * width + token for row, several in enumerate(token_ids) for token in several]
-    return torch.tensor(flat, dtype=torch.long, device=logits.device)
+class _Seen(NamedTuple):
+    """All tokens that the sequences of a batch have seen, one after the other."""
+
+    cells: Tensor
+    """Where they stand in the flattened logits."""
+    counts: Tensor
+    """How often each stands in its output."""
+    penalties: Tensor
+    """That of its sequence."""
 
 
-def _column(values: Sequence[float], logits: Tensor) -> Tensor:
-    """One number a row, [num_rows, 1]."""
-    return torch.tensor(values, dtype=logits.dtype, device=logits.device)[:, None]
+def _seen(logits: Tensor, drawers: Sequence[Drawer], penalties: list[float]) -> _Seen:
+    for drawer in drawers:
+        drawer.tally.sync(drawer.token_ids)
+    tallies = [drawer.tally for drawer in drawers]
+    rows = torch.repeat_interleave(torch.tensor([len(tally.token_ids) for tally in tallies]))
+    cells = rows * logits.shape[-1] + torch.cat([tally.token_ids for tally in tallies])
+    return _Seen(
+        cells.to(logits.device),
+        torch.cat([tally.counts for tally in tallies]).to(logits.device),
+        column(penalties, logits)[rows.to(logits.device), 0],
+    )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from pdlab.requirements import LARGEST_SEED, require_bool, require_int, require_number
+from pdlab.requirements import LARGEST_SEED, require_bool, require_int, require_number, shown
 
 if TYPE_CHECKING:
     from pdlab.sampling.processors import LogitsProcessor
@@ -57,8 +57,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Added to the logits of single tokens, -100 to 100."""
     bad_words: tuple[str | tuple[int, ...], ...] = ()
-    """What must not be written: texts, which no combination of tokens may spell, or exact sequences
-    of token ids."""
+    """What must not be written: texts, which no combination of tokens may spell (control tokens are
+    no text), or exact sequences of token ids."""
     seed: int | None = None
     """With a seed, the same tokens each time, alone or in company."""
     max_tokens: int = 128
@@ -71,7 +71,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the output, besides the model's own."""
     include_stop: bool = False
-    """Leave the stop string, or the text of the token that stopped, in the text."""
+    """Leave the stop string, or the text of the token that stopped, in the text. Control tokens
+    have text only without `skip_special_tokens`."""
     ignore_eos: bool = False
     """Go on past the end-of-sequence token."""
     skip_special_tokens: bool = True
@@ -81,13 +82,14 @@ class SamplingParams:
     model's own distribution: before anything here changed it."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt. Such a request does not use the prefix cache: of what
-    is not computed there are no logits."""
+    is not computed there are no logits. A stream does not bring them."""
     n: int = 1
     """Samples of the same prompt. They share its K and V, and each block until they write to it."""
     prefix_cache: bool = True
     """Read from the engine's prefix cache, and leave this request's own blocks in it."""
     json_schema: Mapping[str, Any] | str | None = field(default=None, hash=False)
-    """Write only JSON that this schema allows (an object, or its text)."""
+    """Write only JSON that this schema allows (an object, or its text). Under this and the other
+    constraints, stop strings and stop tokens of the request still end the text where they come."""
     regex: str | None = None
     """Write only a text that this expression matches from its first character to its last."""
     choice: tuple[str, ...] | None = None
@@ -121,29 +123,33 @@ class SamplingParams:
         self._check_together()
 
     def _check_lists(self) -> None:
+        from pdlab.sampling.processors import LogitsProcessor  # it knows SamplingParams
+
         self._set("stop", _texts("stop", self.stop))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         self._set("bad_words", _bad_words(self.bad_words))
         if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"logit_bias={self.logit_bias!r:.60} must map token ids to numbers")
+            raise ValueError(f"logit_bias={shown(self.logit_bias)} must map token ids to numbers")
         for token_id, bias in self.logit_bias.items():
             require_int("logit_bias: token id", token_id, least=0)
             require_number(f"logit_bias[{token_id}]", bias, -100, 100)
         self._set("logit_bias", dict(self.logit_bias))
         if not isinstance(self.logits_processors, list | tuple):
             raise ValueError(
-                f"logits_processors={self.logits_processors!r:.60} must be a list of processors"
+                f"logits_processors={shown(self.logits_processors)} must be a list of processors"
             )
         for processor in self.logits_processors:
-            if not callable(getattr(processor, "process", None)):
+            if not isinstance(processor, LogitsProcessor):
                 raise ValueError(f"logits_processors: {processor!r:.60} is no LogitsProcessor")
+            if not isinstance(processor.name, str) or not processor.name:
+                raise ValueError(f"logits_processors: {processor!r:.60} has no name")
         self._set("logits_processors", tuple(self.logits_processors))
 
     def _check_together(self) -> None:
         if self.best_of is not None:
             raise ValueError(
-                f"best_of={self.best_of!r:.60} is not supported: ask for n samples with logprobs=0 "
-                "and take the best"
+                f"best_of={shown(self.best_of)} is not supported: ask for n samples with "
+                "logprobs=0 and take the best"
             )
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than {self.max_tokens=}")
@@ -154,7 +160,8 @@ class SamplingParams:
             self._set("choice", _texts("choice", self.choice, least=1))
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
-                raise ValueError(f"{name}={getattr(self, name)!r:.60} must be text")
+                raise ValueError(f"{name}={shown(getattr(self, name))} must be text")
+            _check_unicode(name, getattr(self, name) or "")
         if self.json_schema is not None:
             self._set("json_schema", _schema(self.json_schema))
 
@@ -168,6 +175,8 @@ class SamplingParams:
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON knows them; a user's own processors by their names."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        values["bad_words"] = [w if isinstance(w, str) else list(w) for w in self.bad_words]
         values["logits_processors"] = [p.name for p in self.logits_processors]
         values["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
         return values
@@ -177,7 +186,9 @@ def _texts(name: str, value: object, least: int = 0) -> tuple[str, ...]:
     """One text, or several, as a tuple."""
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(t, str) for t in texts):
-        raise ValueError(f"{name}={value!r:.60} must be text or a list of texts")
+        raise ValueError(f"{name}={shown(value)} must be text or a list of texts")
+    for text in texts:
+        _check_unicode(name, text)
     if len(texts) < least:
         raise ValueError(f"{name} has {len(texts)} texts, it must have at least {least}")
     if name == "stop" and "" in texts:
@@ -187,7 +198,7 @@ def _texts(name: str, value: object, least: int = 0) -> tuple[str, ...]:
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
-        raise ValueError(f"{name}={value!r:.60} must be a list of token ids")
+        raise ValueError(f"{name}={shown(value)} must be a list of token ids")
     for token_id in value:
         require_int(f"{name}: token id", token_id, least=0)
     return tuple(value)
@@ -201,15 +212,30 @@ def _bad_words(value: object) -> tuple[str | tuple[int, ...], ...]:
     words = [w if isinstance(w, str) else _token_ids("bad_words", w) for w in value]
     if not all(words):
         raise ValueError("bad_words has an empty entry: it would forbid everything")
+    for word in words:
+        _check_unicode("bad_words", word if isinstance(word, str) else "")
     return tuple(words)
 
 
 def _schema(value: Mapping[str, Any] | str) -> dict[str, Any]:
     """A JSON schema as plain data: what JSON cannot say is no schema."""
     try:
-        schema = json.loads(value if isinstance(value, str) else json.dumps(value, allow_nan=False))
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+        schema = json.loads(text, parse_constant=_no_number)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"json_schema={value!r:.60} is not JSON: {error}") from error
+        raise ValueError(f"json_schema={shown(value)} is not JSON: {error}") from None
     if not isinstance(schema, dict):
-        raise ValueError(f"json_schema={value!r:.60} must be a JSON object")
+        raise ValueError(f"json_schema={shown(value)} must be a JSON object")
     return schema
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _check_unicode(name: str, text: str) -> None:
+    """Raise a ValueError for half a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid Unicode: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from pdlab.sampling.matcher import Drawer
@@ -18,10 +19,10 @@ class LogitsProcessor(ABC):
     be preempted, and a step may be computed twice.
     """
 
-    name: str
+    name: str = ""
 
     def applies_to(self, drawer: Drawer) -> bool:
-        """Whether this sequence's row is to be processed. One's own processors always are."""
+        """Whether this sequence's row is to be processed."""
         return True
 
     @abstractmethod
@@ -35,3 +36,8 @@ class LogitsProcessor(ABC):
         Returns:
             a tensor of the same shape; -inf stands for a token that must not be drawn.
         """
+
+
+def column(values: Sequence[float], like: Tensor) -> Tensor:
+    """One number a row, [num_rows, 1]."""
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]

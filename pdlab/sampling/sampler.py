@@ -82,7 +82,7 @@ class Sampler:
                 sampled = Sampled(token_id, chosen[row], top[row], num_allowed[row], logprobs[row])
                 results.append(errors.get(row, sampled))
             else:  # NaN too
-                results.append(errors.get(row) or _why_nothing(drawer, num_allowed[row]))
+                results.append(errors.get(row) or _why_nothing(drawer, processed[row]))
         return results
 
 
@@ -148,16 +148,18 @@ def _logprobs(
     return results
 
 
-def _why_nothing(drawer: Drawer, num_allowed: int) -> ValueError:
+def _why_nothing(drawer: Drawer, logits: Tensor) -> ValueError:
     """A row without a probability above 0: all is forbidden, or the model computed no numbers."""
     after = f"after {drawer.num_output_tokens} tokens"
-    if num_allowed:
+    if not (logits == -torch.inf).all():
         return ValueError(f"the model's logits are not numbers {after}")
     params = drawer.params
     given = [name for name in ("bad_words", "logits_processors") if getattr(params, name)]
     given += [name for name in CONSTRAINTS if getattr(params, name) is not None]
     if drawer.num_output_tokens < params.min_tokens:
         given.append(f"min_tokens={params.min_tokens}")
+    if drawer.constraint and drawer.constraint.problem:
+        given.append(drawer.constraint.problem)
     return ValueError(f"no token is allowed {after}: " + " and ".join(given) + " leave none")
 
 

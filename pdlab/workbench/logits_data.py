@@ -16,6 +16,7 @@ from pdlab.engine.timing import StageClock
 from pdlab.kvcache import Release
 from pdlab.models import Model
 from pdlab.sampling.matcher import Matcher
+from pdlab.sampling.tally import Tally
 from pdlab.trace import BlockMove
 
 MAX_KEPT = 128
@@ -118,6 +119,14 @@ class TextSoFar:
     @property
     def num_output_tokens(self) -> int:
         return len(self.output_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_ids + self.output_ids
+
+    @property
+    def tally(self) -> Tally:
+        return Tally(len(self.prompt_ids))
 
 
 def probabilities(logits: Tensor) -> Tensor:

@@ -144,6 +144,7 @@ class SamplingLab(TraceWidget):
             raise ValueError(f"prompt has {num_prompt} tokens, SamplingLab takes 1 to {MAX_PROMPT}")
         self._longest = min(MAX_TEXT, model.config.max_model_len)
         self._compiler = Compiler(model.tokenizer, model.config.vocab_size)
+        admission.check_token_ids(model, params)
         if (
             model.tokenizer is not None
         ):  # spell the vocabulary now: a first bad word should not wait
@@ -275,6 +276,7 @@ class SamplingLab(TraceWidget):
         state = replace(self._state, seed=values.get("seed", self._state.seed))
         given = {name: value for name, value in values.items() if name != "seed"}
         params = replace(state.params, **given)
+        admission.check_token_ids(self._model, params)
         bad_words = state.bad_words
         if params.bad_words != state.params.bad_words:
             bad_words = self._compiler.bad_words(params)

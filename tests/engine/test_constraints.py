@@ -261,3 +261,44 @@ def test_min_tokens_beyond_what_the_constraint_can_say_is_an_error(smollm2):
     assert ok.finish_reason in ("length", "stop")
     assert failed.finish_reason == "error"
     assert "choice and min_tokens=5 leave none" in str(failed.error)
+
+
+LIMITS = {
+    "refused when consumed": {"regex": "(a?){400}a{400}(a|b)*"},
+    "refused later": {"grammar": 'start: a+\na: b | c\nb: "x" b | "x"\nc: c "x" | "x"'},
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_grammar_that_grows_over_a_limit_fails_alone(smollm2, name):
+    bad = SamplingParams(temperature=1.0, seed=1, max_tokens=120, **LIMITS[name])
+    with Engine(smollm2) as engine:
+        good, failed = engine.generate([ASK, ASK], [SamplingParams(max_tokens=4), bad])
+        assert len(good.token_ids) == 4
+        assert engine.pool.num_free == engine.pool.num_blocks
+    assert failed.finish_reason in ("error", "length")
+    if failed.finish_reason == "error":
+        assert "constraint cannot follow" in str(failed.error) or "leave none" in str(failed.error)
+
+
+FAULTY = {
+    "deep schema": {"json_schema": '{"items":' * 300 + "{}" + "}" * 300},
+    "schema with NaN": {"json_schema": '{"const": NaN}'},
+    "a bound of more than 64 bits": {"json_schema": {"type": "integer", "minimum": 2**70}},
+    "an exclusive bound of a number": {"json_schema": {"type": "number", "exclusiveMinimum": 0}},
+    "an expression of a megabyte": {"regex": "a" * 1_000_000},
+    "thousands of choices": {"choice": [f"c{i}" for i in range(3000)]},
+    "no Unicode": {"regex": "\ud800"},
+    "no Unicode in bad_words": {"bad_words": ["\ud800"]},
+    "no Unicode in stop": {"stop": "\ud800"},
+    "an end token in the grammar": {"grammar": 'start: "a" <|im_end|> "b"'},
+    "a control token in bad_words": {"bad_words": ["x<|im_end|>"]},
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_faults_name_their_parameter(engine, name):
+    [parameter] = FAULTY[name]
+    with pytest.raises(ValueError, match=f"^{parameter}"):
+        engine.submit(ASK, SamplingParams(**FAULTY[name]))
+    assert not engine.requests

@@ -1,5 +1,7 @@
 """What an engine accepts, refuses and survives: one bad or unlucky request never costs another."""
 
+from dataclasses import replace
+
 import pytest
 
 from pdlab import Engine, EngineConfig, SamplingParams
@@ -333,3 +335,29 @@ def test_metrics_count_tokens_in_order_of_time():
         assert metrics.num_prompt_tokens == len(output.prompt_ids)
         assert metrics.queue_s + 0 <= metrics.ttft_s <= metrics.e2e_s
         assert metrics.tpot_s * 8 == pytest.approx(metrics.e2e_s - metrics.ttft_s)
+
+
+def nested(depth: int) -> dict:
+    made: dict = {}
+    for _ in range(depth):
+        made = {"items": made}
+    return made
+
+
+@pytest.mark.parametrize("name", ["json_schema", "stop", "choice", "logit_bias", "temperature"])
+@pytest.mark.parametrize(
+    "value",
+    [nested(100_000), -(10**5000), b"x", {1: {2: b"x"}}],
+    ids=["deep", "huge", "bytes", "nested"],
+)
+def test_values_of_any_kind_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"^{name}") as caught:
+        SamplingParams(**{name: value})
+    assert len(str(caught.value)) < 400
+
+
+def test_an_end_token_that_the_model_has_no_logits_for_is_no_token():
+    config = replace(TINY, eos_token_ids=(10**6, 3))
+    params = SamplingParams(max_tokens=4, min_tokens=2)
+    with Engine(random_model(config)) as one:
+        assert one.generate([1, 2], params)[0].finish_reason in ("stop", "length")

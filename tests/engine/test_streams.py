@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 
 import pytest
 
-from pdlab import Engine, EngineConfig, SamplingParams
+from pdlab import Engine, EngineConfig, NaiveGenerator, SamplingParams, Trace
 from pdlab.engine.fake import FakeRunner, expected_tokens
 from tests.helpers import TINY, random_model, random_prompt
 
@@ -286,7 +287,6 @@ def test_a_slow_async_reader_pauses_its_request_only():
 def test_prompt_logprobs_are_those_of_the_whole_prompt(chunk_size):
     model, prompt = random_model(), random_prompt(30)
     params = SamplingParams(max_tokens=2, prompt_logprobs=3)
-    from pdlab import NaiveGenerator
 
     right = NaiveGenerator(model, exact=True).logits(prompt).log_softmax(dim=-1)
     config = EngineConfig(exact=True, chunk_size=chunk_size, block_size=4)
@@ -330,3 +330,101 @@ def test_the_logits_of_a_prompt_are_counted_as_work():
         engine.generate([random_prompt(20)], asked)
     plain, told = (record.flops["logits"] for record in engine.trace.steps)
     assert told == 20 * plain
+
+
+# --- what must not be lost in between ---------------------------------------------------------
+
+
+def test_a_reader_cancelled_while_its_request_is_queued_leaves_none_behind():
+    with fake_engine() as engine:
+
+        async def main() -> None:
+            reading = asyncio.ensure_future(read_all(engine.astream([1, 2], TEN)))
+            await asyncio.sleep(0)  # its thread now waits for the lock
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            engine._lock.release()
+
+        engine._lock.acquire()
+        asyncio.run(main())
+        assert not engine.requests
+        assert not engine.scheduler.has_work
+
+
+def test_a_ctrl_c_while_a_request_is_queued_leaves_none_behind(monkeypatch):
+    with fake_engine() as engine:
+        add = engine.scheduler.add
+
+        def interrupted(sequence):
+            add(sequence)
+            signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(engine.scheduler, "add", interrupted)
+        for call in (engine.submit, engine.stream, engine.generate):
+            with pytest.raises(KeyboardInterrupt):
+                call([1, 2], TEN)
+            assert not engine.requests
+            assert not engine.scheduler.has_work
+
+
+def test_a_request_has_finished_only_when_its_last_chunk_is_there(monkeypatch):
+    with fake_engine() as engine:
+        request_id = engine.submit([1, 2], SamplingParams(max_tokens=1))
+        request, seen = engine.requests[request_id], []
+        finish = engine.scheduler.finish
+
+        def watched(sequence, reason):
+            freed = finish(sequence, reason)
+            seen.append(request.finished)
+            return freed
+
+        monkeypatch.setattr(engine.scheduler, "finish", watched)
+        engine.step()
+        assert seen == [False]
+        assert request.finished
+
+
+def test_a_stream_refuses_prompt_logprobs():
+    params = SamplingParams(prompt_logprobs=1)
+    with fake_engine() as engine:
+        with pytest.raises(ValueError, match="prompt_logprobs=1"):
+            engine.stream([1, 2], params)
+        with pytest.raises(ValueError, match="prompt_logprobs=1"):
+            asyncio.run(read_all(engine.astream([1, 2], params)))
+
+
+def test_threads_that_stream_at_once_each_get_their_own():
+    prompts = [[n, n + 1] for n in range(1, 9)]
+    results: dict[int, list] = {}
+    with fake_engine() as engine:
+
+        def read(n: int) -> None:
+            results[n] = list(
+                engine.stream(prompts[n], SamplingParams(max_tokens=15), max_unread=2)
+            )
+
+        threads = [threading.Thread(target=read, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert engine.pool.num_free == 64
+    assert [tokens(results[n]) for n in range(8)] == [said(p, 15) for p in prompts]
+
+
+def test_parameters_come_back_from_a_saved_trace(tmp_path):
+    params = SamplingParams(
+        temperature=1.0,
+        stop_token_ids=[3],
+        bad_words=[(4, 5)],
+        logit_bias={7: -1.5},
+        top_k=3,
+        max_tokens=2,
+    )
+    with Engine(random_model()) as engine:
+        engine.generate([random_prompt(5)], params)
+    engine.trace.save(tmp_path / "t.json")
+    loaded = Trace.load(tmp_path / "t.json")
+    assert loaded.requests == engine.trace.requests
+    assert loaded.requests["r0"].params["logit_bias"] == {"7": -1.5}

@@ -230,3 +230,12 @@ def test_a_held_character_says_its_bytes(tokenizer, token_of_byte):
     detokenizer = Detokenizer(fallback)
     assert detokenizer.add(1 + 0xE6) == ""
     assert detokenizer.held_bytes == b"\xe6"
+
+
+def test_sentencepiece_holds_nothing_back_but_bytes_of_a_character():
+    tokenizer = sentencepiece_like()
+    detokenizer = Detokenizer(tokenizer)
+    a, b = 257, 258
+    shown = [(detokenizer.add(i), detokenizer.held_bytes) for i in (a, b, 1 + 0xE4, 1 + 0xB8, a)]
+    assert [held for _, held in shown] == [b"", b"", b"\xe4", b"\xe4\xb8", b""]
+    assert shown[0][0].strip() == "a"

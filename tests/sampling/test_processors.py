@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.generation import logits_process as theirs
 
 from pdlab import SamplingParams
-from pdlab.sampling import CHAIN, LogitsProcessor, run_chain
+from pdlab.sampling import CHAIN, LogitsProcessor, Sampled, Sampler, Tally, run_chain
 from pdlab.sampling.matcher import Drawer
 from tests.sampling.drawers import drawer, kept, processed
 
@@ -373,3 +373,104 @@ def test_bad_words_as_texts_are_never_spelled(smollm2):
             assert left[token_id]
         else:
             assert bool(left[token_id]) == (b"cat" not in spelled and "世".encode() not in spelled)
+
+
+# --- rows that nothing can be drawn from --------------------------------------------------------
+
+SHAPING = {
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.1},
+    "typical_p": {"typical_p": 0.9},
+    "penalties": {"repetition_penalty": 2, "frequency_penalty": 1, "presence_penalty": 1},
+}
+
+
+@pytest.mark.parametrize("name", SHAPING)
+@pytest.mark.parametrize("what", ["nothing allowed", "all NaN", "one NaN", "one allowed"])
+def test_a_row_without_a_distribution_harms_no_other(name: str, what: str):
+    params = SamplingParams(temperature=1.0, **SHAPING[name])
+    logits = random_logits(3)
+    logits[1] = {
+        "nothing allowed": torch.full((VOCAB,), -torch.inf),
+        "all NaN": torch.full((VOCAB,), torch.nan),
+        "one NaN": torch.where(torch.arange(VOCAB) == 3, torch.nan, logits[1]),
+        "one allowed": torch.where(torch.arange(VOCAB) == 3, logits[1], -torch.inf),
+    }[what]
+    rows = [drawer(params, prompt=PROMPT, output=OUTPUT) for _ in range(3)]
+    first, middle, last = Sampler(2).sample(logits, rows)
+    alone = Sampler(2).sample(logits[:1], rows[:1])[0]
+    assert isinstance(first, Sampled)
+    assert isinstance(last, Sampled)
+    assert first == alone
+    if what == "one allowed":
+        assert (middle.token_id, middle.num_allowed) == (3, 1)
+    else:
+        assert isinstance(middle, ValueError)
+        assert ("no token is allowed" in str(middle)) == (what == "nothing allowed")
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_each_row_is_what_it_is_alone_over_a_whole_vocabulary(num_threads: int):
+    """Where torch would split the sum over one long row between threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for seed in range(4):
+            logits = random_logits(8, vocab=49_152, seed=seed, scale=3)
+            for given_params in (*SHAPING.values(), {"temperature": 0.7}):
+                params = SamplingParams(**{"temperature": 1.0} | given_params)
+                rows = [drawer(params, prompt=PROMPT, output=OUTPUT, seed=i) for i in range(8)]
+                together = run_chain(logits, rows).logits
+                for i, row in enumerate(rows):
+                    assert torch.equal(together[i], run_chain(logits[i : i + 1], [row]).logits[0])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda logits: logits + torch.zeros(VOCAB, requires_grad=True),
+        lambda logits: logits[:, :1].expand(-1, VOCAB),
+        lambda logits: logits.double(),
+        lambda logits: logits.t().contiguous().t(),
+    ],
+    ids=["with a gradient", "expanded", "float64", "transposed"],
+)
+@pytest.mark.parametrize("company", [0, 1])
+def test_odd_tensors_of_ones_own_processor_are_taken(what: object, company: int):
+    params = SamplingParams(
+        temperature=1.0, top_p=0.9, typical_p=0.9, logits_processors=(Broken(what),)
+    )
+    processed = run_chain(random_logits(1 + company), [drawer(params)] + [drawer()] * company)
+    assert not processed.errors
+    assert processed.logits.dtype == torch.float32
+
+
+def test_a_processor_must_be_one_and_have_a_name():
+    class Nameless(LogitsProcessor):
+        def process(self, logits: Tensor, drawers: list[Drawer]) -> Tensor:
+            return logits
+
+    class Alike:
+        name = "alike"
+
+        def process(self, logits: Tensor, drawers: list[Drawer]) -> Tensor:
+            return logits
+
+    with pytest.raises(ValueError, match="has no name"):
+        SamplingParams(logits_processors=(Nameless(),))
+    with pytest.raises(ValueError, match="is no LogitsProcessor"):
+        SamplingParams(logits_processors=(Alike(),))
+
+
+@given(st.lists(st.integers(0, 30), max_size=60), st.integers(0, 20), st.lists(st.integers(0, 60)))
+def test_a_tally_counts_what_a_counter_counts(
+    token_ids: list[int], num_prompt: int, stops: list[int]
+):
+    tally = Tally(num_prompt)
+    for stop in [*sorted(stops), len(token_ids)]:
+        tally.sync(token_ids[: max(stop, 0)] if stop < len(token_ids) else token_ids)
+    counts = dict(zip(tally.token_ids.tolist(), tally.counts.tolist(), strict=True))
+    assert counts == {i: token_ids[num_prompt:].count(i) for i in token_ids}
