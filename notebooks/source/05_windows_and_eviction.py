@@ -471,4 +471,5 @@ def largest_window_check():
 # "Yes" is to the last bit in exact mode; elsewhere sums may be rounded in another order, and a near
 # tie may fall the other way.
 #
-# **Next:** from memory to words: how a token is chosen from the probabilities that come out.
+# **Next:** [06 Sampling and output](06_sampling_and_output.ipynb): from memory to words, how a token is
+# chosen from the probabilities that come out.

@@ -34,6 +34,7 @@ def test_there_are_lessons() -> None:
         "03_paged_kv",
         "04_kv_formats",
         "05_windows_and_eviction",
+        "06_sampling_and_output",
     ]
 
 
