@@ -431,7 +431,7 @@ guess.compare("slow", "as long as the slow one" if fast.read_s > 0.9 * slow.read
 # %% [markdown]
 # The slow reader's request is **paused** when too much of it is unread: it stays in memory and skips
 # steps, so unread text does not pile up, and the others go on without it. This is *back-pressure*.
-# (The fast one takes longer than alone for another reason: a prefill beside it, and steps for two.)
+# (Where the fast one takes longer than alone, it is for the other's prefill, and steps for two.)
 #
 # A reader who leaves should not be computed for, either. Closing the stream aborts the request:
 
