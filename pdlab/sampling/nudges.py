@@ -92,9 +92,9 @@ class _Seen(NamedTuple):
 
 
 def _seen(logits: Tensor, drawers: Sequence[Drawer], penalties: list[float]) -> _Seen:
-    for drawer in drawers:
-        drawer.tally.sync(drawer.token_ids)
     tallies = [drawer.tally for drawer in drawers]
+    for tally, drawer in zip(tallies, drawers, strict=True):
+        tally.sync(drawer.token_ids)
     rows = torch.repeat_interleave(torch.tensor([len(tally.token_ids) for tally in tallies]))
     cells = rows * logits.shape[-1] + torch.cat([tally.token_ids for tally in tallies])
     return _Seen(
