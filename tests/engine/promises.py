@@ -342,7 +342,9 @@ class Desk:
             said.swaps += 1
             self.events["swapped_out"] += 1
             return
-        if self.config.preemption == "swap" and said.computed and self.config.window is None:
+        returned = any(move.kind == "swap_in" for move in record.moves)  # and left room behind
+        must = self.config.preemption == "swap" and self.config.window is None and not returned
+        if must and said.computed:
             blocks = -(-said.computed // self.config.block_size)
             full = self.manager.num_swapped == self.manager.max_swapped
             assert full or blocks > host.num_free, f"{sequence_id} could have been swapped out"
