@@ -98,13 +98,12 @@ class TypicalP(LogitsProcessor):
     def process(self, logits: Tensor, drawers: Sequence[Drawer]) -> Tensor:
         surprise = logits.log_softmax(dim=-1).neg_()
         parts = (-surprise).exp_().mul_(surprise)
-        # Not `sum`: torch may add up one long row otherwise than one of several.
-        entropy = parts.nan_to_num_(0.0).cumsum(dim=-1, dtype=torch.float64)[:, -1:]
+        entropy = sum_rows(parts.nan_to_num_(0.0))
         wanted = column([max(d.params.typical_p, 1e-9) for d in drawers], surprise)
         # As for top_p, likely tokens are enough; unless the interval reaches to less likely ones.
         limit = -((1 - wanted) / logits.shape[-1]).log()
         likely = surprise <= limit
-        ranked = sort_rows(surprise.masked_fill(~likely, torch.inf))
+        ranked = sort_rows(torch.where(likely, surprise, torch.inf))
         ranked = ranked[:, : most_in_a_row(likely)].contiguous()
         half_width = _half_width(ranked, entropy, wanted)
         if (entropy + half_width > limit).any():
@@ -151,6 +150,14 @@ def most_in_a_row(mask: Tensor) -> int:
 def cut_below(logits: Tensor, lowest: Tensor) -> Tensor:
     """Set what is below `lowest`, [num_rows, 1], to -inf."""
     return logits.masked_fill_(logits < lowest, -torch.inf)
+
+
+def sum_rows(values: Tensor) -> Tensor:
+    """Each row's sum, float64 [num_rows, 1]. On a CPU by numpy: torch would add up one long row
+    otherwise than one of several."""
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.add.reduce(values.numpy(), axis=-1, keepdims=True)).double()
+    return values.sum(dim=-1, keepdim=True, dtype=torch.float64)
 
 
 def sort_rows(values: Tensor) -> Tensor:
