@@ -12,7 +12,7 @@
 # You will draw tokens by hand, cut distributions, count what a grammar forbids, follow half a
 # character on its way to the reader, let a slow reader wait, and search with several beams.
 #
-# *About 40 minutes. Before this: [03 Paged KV](03_paged_kv.ipynb).*
+# *About 75 minutes. Before this: [01 Prefill](01_prefill.ipynb), [02 Decode](02_decode.ipynb), [03 Paged KV](03_paged_kv.ipynb).*
 
 # %%
 import textwrap
@@ -35,9 +35,10 @@ encode, token_text = model.tokenizer.encode, model.tokenizer.token_text
 # %% [markdown]
 # ## 1. One token by hand
 #
-# Softmax turns logits into probabilities. Lay the tokens side by side, each as wide as its
-# probability: together they fill the line from 0 to 1. Then throw a **dart**, one uniform number, and
-# take the token that it hits. That is all there is to a draw (*inverse transform sampling*).
+# Softmax turns logits into probabilities. Lay the tokens side by side in the order of their ids, each
+# as wide as its probability: together they fill the line from 0 to 1. Then throw a **dart**, one
+# uniform number, and take the token that it hits. That is all there is to a draw (*inverse transform
+# sampling*).
 
 # %%
 from pdlab.sampling import uniform
@@ -49,6 +50,10 @@ for place in (sure, unsure):
     shown = ", ".join(f"{token_text(i)!r} {p:.1%}" for p, i in zip(*map(list, top), strict=True))
     print(f"{place.prompt} ...  {shown}")
 edges = sure.chances.cumsum(0)
+best = int(sure.chances.argmax())
+print(
+    f"{token_text(best)!r} is token {best:,}: it lies from {edges[best - 1]:.4f} to {edges[best]:.4f}"
+)
 for seed in range(4):
     dart = uniform(seed, 0)
     token = int((edges <= dart).sum())
@@ -75,8 +80,8 @@ for c in checks:
 guess.compare("best", checks[-1].drawn, "draws")
 
 # %% [markdown]
-# The counts agree with what was stated, up to the chance that is in any count. So temperature is no
-# "creativity": it moves probability from the head to the tail, and the tail is long.
+# The counts agree with what was stated, up to the chance that is in any count. And temperature is no
+# "creativity": above 1 it moves probability from the head to the tail, below 1 the other way.
 #
 # ## 2. The chain
 #
@@ -89,13 +94,16 @@ for kind, links in (("nudge", NUDGES), ("forbid", MASKS), ("shape", SHAPES)):
     print(f"{kind:7}", " -> ".join(link.name for link in links))
 
 # %% [markdown]
-# *Nudges* move single logits. *Masks* set them to minus infinity. *Shapes* are for random draws only; a
-# greedy row takes its best token before them. The order matters: the temperature comes first, so at 1.5
-# `top_p` sees a flattened distribution and keeps more.
+# *Nudges* move single logits: `logit_bias` adds a number to those you name, the penalties look at what
+# is already written. *Masks* set logits to minus infinity: unwanted words, end tokens before
+# `min_tokens`, what a grammar rules out. *Shapes* are for random draws only; a greedy sequence takes its
+# best token before them. The order matters: of the shapes the temperature comes first, so at 1.5 `top_p`
+# sees a flattened distribution and keeps more.
 #
 # Three filters cut the tail. **top_k** keeps a fixed number of tokens. **top_p** keeps the fewest
 # that have probability p together. **min_p** keeps those that have at least a part of the best token's
-# probability. How many does top_p = 0.9 leave at our two places?
+# probability. (`typical_p` keeps those whose surprise is nearest to the expected one.) How many does
+# top_p = 0.9 leave at our two places?
 
 # %%
 guess.predict("Tokens left by top_p = 0.9 after “The capital of France is”", key="sure")
@@ -117,11 +125,14 @@ for prompt, found in left.items():
         print(f"    {cut.name:11} {cut.num_left:4} tokens, {cut.mass_left:.1%} of the probability")
 guess.compare("sure", left[sure.prompt][1].num_left, "tokens", kind="counted")
 guess.compare("unsure", left[unsure.prompt][1].num_left, "tokens", kind="counted")
+for place, ranks in ((sure, slice(40, 50)), (unsure, slice(50, 60))):
+    words = [token_text(int(i)) for i in place.chances.topk(60).indices[ranks]]
+    print(f"ranks {ranks.start + 1} to {ranks.stop} after {place.prompt!r}:", *words)
 
 # %% [markdown]
-# A fixed 50 is too many at the sure place, where the tail is noise, and too few at the unsure one,
-# where good words come after rank 50. top_p and min_p follow the distribution. They differ in what
-# they look at: the sum, or the best token.
+# Look at the words: the fixed 50 lets in the first list and leaves the second out. top_p and min_p
+# follow the distribution, and disagree about what its tail is: top_p looks at the sum, min_p at the best
+# token, so where no token stands out, min_p is the stricter of the two.
 #
 # Now explore. Move the temperature, then cut; throw the dart again; take the token, and go on.
 
@@ -142,12 +153,13 @@ quiz = (
 [place] = sampling.places(model, [quiz])
 moves = sampling.repetition_moves(model, place, 1.3)
 guess.predict(
-    f"Of the {len(moves)} tokens in the prompt, how many does dividing move UP?",
+    f"Of the {len(moves)} different tokens in the prompt, how many does dividing move UP?",
     ["none", "some", "all"],
     key="up",
 )
 
 # %%
+print(f"the first 3 and last 6 of {len(moves)}")
 print("token         logit   divided by 1.3   the engine's rule")
 for m in [*moves[:3], *moves[-6:]]:
     wrong = "  up!" if m.divided > m.logit else ""
@@ -210,7 +222,7 @@ print(f"all {len(steps)} draws fit by themselves: {chance:.1%}, once in {1 / cha
 print(f"drawing again at a step until it fits: {sum(s.tries for s in steps)} draws   measured")
 
 # %% [markdown]
-# (Once in so many times *along this text*: on another way to a date the chances are others.)
+# (Once in so many times *along this text*; "2 of 12" counted texts that are any date.)
 #
 # To draw again *at one step* gives the same distribution as the mask, and costs only draws (until
 # the allowed part is one in a million, or the choice is greedy). To throw away whole texts costs decode
@@ -220,9 +232,9 @@ print(f"drawing again at a step until it fits: {sum(s.tries for s in steps)} dra
 #
 # ## 4. Seeds
 #
-# A draw depends on the request's seed and on how many tokens it has put out, and on nothing else: not
-# on the batch, the time, or whether the request was preempted. So the same request gives the same
-# text, alone or in company?
+# The dart depends on the request's seed, on how many tokens it has put out, and with `n` on which of the
+# texts it is; on nothing else: not on the batch, the time, or whether the request was preempted. So the
+# same request gives the same text, alone or in company?
 
 # %%
 others = ["One, two, three, four,", "Hello!", "The capital of France is"]
@@ -237,10 +249,10 @@ for exact in (False, True):
 
 # %% [markdown]
 # (Both numbers are the worst of the steps.) The darts are the same; the *line they are thrown at* may
-# not be. With more rows, the processor adds in another order, and the last bits of the logits change.
+# not be. With more rows, the CPU adds in another order, and the last bits of the logits change.
 # The edge of a token moves by the sum of all changes before it, and there may be 49,151 tokens before
-# it. Now and then an edge moves across the dart. From there on the texts part. In exact mode (lesson
-# 01) the logits are bit-equal, and so is the text.
+# it. Now and then an edge moves across the dart. From there on the texts part.
+# In exact mode (lesson 01) the logits are bit-equal, and so is the text.
 #
 # ## 5. Constraints
 #
@@ -317,6 +329,8 @@ with pdlab.Engine(model) as engine:
 guess.compare("end", "max_tokens" if reason == "length" else "the model chooses to end it")
 
 # %% [markdown]
+# (`stop_reason` is "constraint" where the text is complete and nothing may follow.)
+#
 # A number may always go on with one more digit, so the grammar never forces an end, and this model
 # likes zeros. A text that ends by `length` may be *invalid*: an object cut in the middle is no JSON. So
 # look at `finish_reason` before you parse, give bounds (`maximum`, `maxLength`, `maxItems`), and leave
@@ -342,7 +356,9 @@ print("only there:", *sorted(token_text(i) for i in theirs - ours))
 # string looks like any text. So the engine holds back what is not certain. Step through:
 
 # %%
-wb.StreamView.from_tokens(model, encode("世界, café, 😀 Stop or STOP! Never seen"), stop="STOP!")
+wb.StreamView.from_tokens(
+    model, encode("世界, café, 😀 Stop or STOP! Never seen"), stop="STOP!", step=1
+)
 
 # %% [markdown]
 # Why not simply decode each token and send it? Let a model write emoji, and do just that.
@@ -374,16 +390,18 @@ guess.compare("lost", answer, kind="counted", note=f"To be exact: {broken}.")
 # %%
 with pdlab.Engine(model) as engine:
     counted = engine.generate("One, two, three,", SamplingParams(max_tokens=14))[0]
-leak = output.stop_leak(output.token_by_token(model.tokenizer, counted.token_ids), " seven, eight")
+stop = " seven, eight"
+leak = output.stop_leak(output.token_by_token(model.tokenizer, counted.token_ids), stop)
+print(f"the stop string:        {stop!r}")
 print(f"sent by the naive loop: {leak.naive!r}")
 print(f"sent by the engine:     {leak.held_back!r}")
-print(f"leaked:                 {leak.leaked!r}   measured")
+print(f"leaked:                 {leak.leaked!r}")
 
 # %% [markdown]
 # ## 7. Streaming, and waiting
 #
 # `engine.stream` yields text as it becomes certain. What a reader feels is the time to the first
-# token (**TTFT**) and the gaps after it (**ITL**).
+# token (**TTFT**) and the gaps after it (**ITL**, inter-token latency).
 
 # %%
 from itertools import pairwise
@@ -402,15 +420,19 @@ print(f"TTFT {ttft * 1e3:.0f} ms   measured")
 print(f"ITL {median(gaps):.0f} ms (median of {len(gaps)}), {max(gaps):.0f} ms at most   measured")
 
 # %% [markdown]
-# Two readers share an engine. One reads at once. The other takes a third of a second over each chunk,
-# and no more than 2 chunks may wait for it. Must the fast one wait for the slow one?
+# Two readers share an engine, and want 16 tokens each. One reads at once. The other takes a third of a
+# second over each chunk, and no more than 2 chunks may wait for it. Does the engine go on for both?
 
 # %%
 guess.predict(
-    "The fast reader, beside a slow one, takes",
-    ["as long as the slow one", "something in between", "as long as alone"],
+    "When the fast reader has its 16 tokens, the slow one's request has computed",
+    ["16 too", "8 to 15", "less than 8"],
     key="slow",
 )
+
+# %% [markdown]
+# (`astream` is the stream for an event loop, and a notebook has one: so `await` stands here without
+# more ado.)
 
 # %%
 [alone] = await output.read_together(model, [output.Reader("alone", unsure.prompt)], short)
@@ -424,16 +446,18 @@ fast, slow = await output.read_together(
 )
 for r in (alone, fast, slow):
     print(f"{r.name:5} computed after {r.computed_s:.1f} s, read after {r.read_s:.1f} s   measured")
-print(f"tokens of the slow one when the fast one had all: {slow.num_computed(fast.computed_s)}")
-between = "something in between" if fast.read_s > 1.1 * alone.read_s else "as long as alone"
-guess.compare("slow", "as long as the slow one" if fast.read_s > 0.9 * slow.read_s else between)
+num = slow.num_computed(fast.computed_s)
+answer = "16 too" if num == 16 else "8 to 15" if num >= 8 else "less than 8"
+guess.compare("slow", answer, kind="counted", note=f"To be exact: {num}.")
 
 # %% [markdown]
-# The slow reader's request is **paused** when too much of it is unread: it stays in memory and skips
-# steps, so unread text does not pile up, and the others go on without it. This is *back-pressure*.
-# (Where the fast one takes longer than alone, it is for the other's prefill, and steps for two.)
+# The slow one had what it had read, and the 2 chunks that may wait. Then its request is **paused**: it
+# stays in memory and skips steps, so unread text does not pile up, and the others go on without it. This
+# is *back-pressure*. (Where the fast one takes longer than alone, it is for the other's prefill, and for
+# steps that computed a token of each.)
 #
-# A reader who leaves should not be computed for, either. Closing the stream aborts the request:
+# A reader who leaves should not be computed for, either. Closing the stream aborts the request, which
+# gives its blocks back, and no later step runs it:
 
 # %%
 with pdlab.Engine(model) as engine:
@@ -443,10 +467,11 @@ with pdlab.Engine(model) as engine:
         next(stream)
     during = engine.pool.num_free
     stream.close()
-    print(
-        f"free blocks: {before} before, {during} while it ran, {engine.pool.num_free} after closing"
-    )
-    print(f"steps computed: {len(engine.trace.steps)}, of 500 asked for")
+    freed = engine.pool.num_free
+    engine.generate(sure.prompt, SamplingParams(max_tokens=8, ignore_eos=True))
+    ran = len(engine.trace.sequence_steps("r0"))
+print(f"free blocks: {before} before, {during} while it ran, {freed} after closing   counted")
+print(f"steps that ran it: {ran} of {len(engine.trace.steps)}   counted")
 
 # %% [markdown]
 # ## 8. Many answers
@@ -460,7 +485,7 @@ with pdlab.Engine(model, EngineConfig(block_size=4)) as engine:
     for c in engine.generate(story, many)[0].completions:
         print(f"{c.index}: {c.text!r}")
     blocks = output.blocks_of(engine.trace.steps[-1])
-print(f"{blocks.held} blocks held; without sharing {blocks.unshared}   counted")
+print(f"{blocks.held} blocks held at the end; without sharing {blocks.unshared}   counted")
 
 # %% [markdown]
 # **Beam search** also keeps four texts, but no dart is thrown. Each step extends every beam by every
@@ -472,18 +497,18 @@ print(f"{blocks.held} blocks held; without sharing {blocks.unshared}   counted")
 from pdlab.engine import beam_search
 
 sea = "My favourite thing about the sea is"
-beams = beam_search(model, sea, beam_width=4, max_tokens=40, ignore_eos=True)
+beams = beam_search(model, sea, beam_width=4, max_tokens=40)
 print(f"{beams.num_forks} forks, {beams.num_copies} blocks copied on write   counted")
 print(f"a reordered cache would copy {output.copied_by_reordering(beams)} blocks   counted")
 print(f"most blocks held: {beams.peak_blocks}; without sharing {beams.peak_blocks_unshared}")
 guess.predict(
-    "Which text is the most probable one, by the model's own log probabilities?",
+    "Which text is the most probable one, by the model's own log probability a token?",
     ["greedy", "a random draw", "beam search"],
     key="likely",
 )
 
 # %%
-long = {"max_tokens": 40, "ignore_eos": True}
+long = {"max_tokens": 40}
 written = output.sampled_texts(
     model,
     sea,
@@ -499,15 +524,16 @@ for t in written:
 guess.compare("likely", max(written, key=lambda t: t.logprob_per_token).name)
 
 # %% [markdown]
-# Beam search finds the most probable text of the three, and it is not the best one to read: the
-# surest next phrase is one that stood there before. For open-ended text people do not write what is
-# most probable (Holtzman et al. 2020, *The Curious Case of Neural Text Degeneration*). Where there is
-# one right answer, as in translation, beams help.
+# Beams find what greed passes by: a first token that is not the best, and leads to better ones. Which of
+# the texts would you rather read? For open-ended text people do not write what is most probable, and
+# texts found by search are duller and repeat themselves more (Holtzman et al. 2020, *The Curious Case
+# of Neural Text Degeneration*). Where there is one right answer, as in translation, beams help.
 #
 # ## 9. A chat
 #
 # A chat is all of this at once, and the prefix cache besides: each turn sends the whole conversation
-# again, and finds the K and V of what was said before. Try it; in a saved page you see two turns.
+# again, and finds the K and V of all the full blocks of what was said (lesson 03). What stands in the
+# last block, not yet full, is computed again. Try it; in a saved page you see two turns.
 
 # %%
 guide = (
@@ -546,10 +572,11 @@ costs = SamplingCosts.load(shipped("data") / "measured" / "sampling.json")
 wb.show(pictures.sampling_costs(costs))
 
 # %% [markdown]
-# Every mix decodes a batch of the same prompts; what differs is the way from logits to tokens. A plain
-# draw costs little. Sorting and masking cost more, and the masks are made one row at a time. On a GPU the
-# model's part of a step is far shorter, while masks are still made by the processor: servers hide this
-# work behind the computing.
+# Every mix decodes a batch of the same prompts; what differs is the way from logits to tokens.
+# ("everything": all links at once; "every row another": each sequence has another mix. Small
+# differences are noise.) A plain draw costs little; sorting, and looking at the raw logits too, cost
+# more. Masks (here llguidance's) are made one sequence at a time. On a GPU the model's part of a step is
+# far shorter, while masks are still made by the CPU: servers hide this work behind the computing.
 #
 # ## Exercises
 #
@@ -572,10 +599,13 @@ def min_p_check():
 
     from pdlab.workbench import sampling_experiments as sampling
 
+    tie = keeps(torch.zeros(3), 1.0)
+    assert torch.is_tensor(tie), f"return a tensor; you returned {tie!r}"
+    assert tie.dtype == torch.bool, f"return a tensor of bool; you returned {tie!r}"
+    assert tie.all(), "three tokens alike and part 1: each has at least as much as the best"
     yours = keeps(torch.tensor([0.5, 0.25, 0.2, 0.05]).log(), 0.3)
     right = [True, True, True, False]
     hint = "0.5, 0.25, 0.2, 0.05 and part 0.3: what has 0.15 or more stays"
-    assert torch.is_tensor(yours), f"return a tensor; you returned {yours!r}"
     assert yours.tolist() == right, f"{hint}; you returned {yours!r}"
     for place in sampling.places(model, ["The capital of France is", "Once upon a time"]):
         for part in (0.01, 0.1, 0.5):
@@ -621,8 +651,10 @@ def no_echo_check():
 
     from pdlab.workbench.sampling_experiments import OwnProcessor
 
-    first = no_echo(torch.zeros(4), [3], []).tolist()
-    assert first == [0.0] * 4, f"with no output yet nothing is forbidden; you returned {first}"
+    for output_ids, right in (([], [1.0, -2, 3, 0]), ([2, 1], [1.0, -float("inf"), 3, 0])):
+        yours = no_echo(torch.tensor([1.0, -2, 3, 0]), [3], output_ids)
+        wrong = f"logits [1, -2, 3, 0] and output {output_ids}: you returned {yours!r}"
+        assert torch.is_tensor(yours) and yours.tolist() == right, wrong  # noqa: PT018
     mine = OwnProcessor("no_echo", no_echo)
     with pdlab.Engine(model) as small:
         for own in ((), (mine,)):
@@ -710,18 +742,17 @@ def held_back_check():
 #   GPU computes, and only then samples (*vllm/v1/engine/core.py*). Text is made in the API server, a
 #   process of its own (*Architecture Overview*); stop strings are looked for there, in the detokenizer
 #   (*vllm/v1/engine/detokenizer.py*).
-# * **SGLang** jumps forward: where a grammar allows only one continuation, it is appended without a
-#   decode step, and tokenized anew (Yin et al. 2024, *Fast JSON Decoding for Local LLMs with Compressed
-#   Finite State Machine*, LMSYS blog).
+# * **SGLang** introduced jumping forward: where a grammar allows only one continuation, it is appended
+#   without a decode step, and tokenized anew (Yin et al. 2024, *Fast JSON Decoding for Local LLMs with
+#   Compressed Finite State Machine*, LMSYS blog). Its runtime dropped that in 2025 (pull request 4032).
 # * **llama.cpp** lets you set the order of its chain (`--samplers`); by default penalties come first
 #   and the temperature *last*, after top_k 40, top_p 0.95 and min_p 0.05 (*llama-server*, README). Its
 #   filters therefore do not see the temperature.
 # * **transformers** keeps two groups in one list: processors, and for sampling the *warpers*
 #   temperature, top_k, top_p, min_p, typical_p. With `do_sample=True`, top_k is 50 unless you or the
 #   model say otherwise (`generation/utils.py` and `configuration_utils.py`, version 5.24).
-# * **OpenAI**'s API has temperature, top_p, the two subtracting penalties and logit_bias, but no top_k
-#   or repetition penalty. `best_of` is a parameter of its older completions endpoint (*Create
-#   completion*); `seed` is "best effort" there. In pdlab, ask for `n` texts with `logprobs=0` and
-#   choose.
+# * **OpenAI**'s chat completions have temperature, top_p, the two subtracting penalties and logit_bias,
+#   but no top_k or repetition penalty. `best_of` is a parameter of the older completions endpoint
+#   (*Create completion*). In pdlab, ask for `n` texts with `logprobs=0` and choose.
 #
 # **Next:** many requests at once: who runs, who waits, and for how long.
