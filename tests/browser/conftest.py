@@ -64,7 +64,7 @@ class Lab:
         return f"{self.url}/lab/tree/{notebook}?token={self.token}&reset"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """A JupyterLab on a free port, with its own settings, stopped at the end."""
     folder, config = tmp_path_factory.mktemp("lab"), tmp_path_factory.mktemp("lab-config")
@@ -79,9 +79,13 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         _stop(server)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator:
-    """Headless Chromium; Playwright drives the system's own."""
+    """Headless Chromium; Playwright drives the system's own.
+
+    It keeps an event loop running in this thread, where no other can then run: so it ends with this
+    folder's tests.
+    """
     sync_api = pytest.importorskip("playwright.sync_api", reason=HELP)
     path = find_browser()
     assert path is not None, HELP

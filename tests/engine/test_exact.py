@@ -162,7 +162,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[list[int]], list[SamplingParams], E
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(max_examples=25)
+@settings(max_examples=16)
 @given(workload=workloads(), split=st.booleans())
 def test_no_lossless_knob_changes_a_bit(shape, workload, split):
     prompts, params, config, warm = workload
