@@ -136,6 +136,8 @@ class Conversation:
         tokenizer = engine.model.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
             raise ValueError(f"model {engine.model.name!r} has no chat template: it cannot chat")
+        if system is not None:
+            tokenizer.encode(system)  # refuses what is no text
         self.engine = engine
         self.params = SamplingParams() if params is None else params
         self.system = system

@@ -352,6 +352,11 @@ def test_an_event_loop_hears_the_same_and_may_stop_it(smollm2: Model):
         assert chat.turns[-1].finish_reason == "abort"
 
 
+def test_a_system_message_that_is_no_text_is_refused_at_once(smollm2: Model):
+    with speaking(smollm2) as engine, pytest.raises(ValueError, match="not valid Unicode"):
+        Conversation(engine, SHORT, system="\ud800")
+
+
 # --- the real model ---------------------------------------------------------------------------
 
 
