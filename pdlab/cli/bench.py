@@ -11,6 +11,7 @@ from rich.table import Table
 
 from pdlab.bench import MixCost, SamplingCosts, measure_sampling
 from pdlab.cli.text import counted, seconds
+from pdlab.cli.walk import check_save
 from pdlab.models import load
 
 BAR = 12
@@ -37,8 +38,7 @@ def bench_sampling(asked: SamplingBench) -> None:
     Raises:
         ValueError: a parameter is out of range; nothing was loaded yet if that could be told.
     """
-    if asked.save and (asked.save.is_dir() or not asked.save.parent.is_dir()):
-        raise ValueError(f"save={str(asked.save)!r} is no file in a directory that exists")
+    check_save(asked.save)
     console = Console(highlight=False)
     found = measure_sampling(
         load(asked.model, device=asked.device),

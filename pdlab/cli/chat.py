@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdlab.cli.text import counted, seconds, si
-from pdlab.cli.walk import CONTROL_CHARACTERS
+from pdlab.cli.walk import CONTROL_CHARACTERS, check_save
 from pdlab.engine import Engine, EngineConfig, SamplingParams
 from pdlab.engine.conversation import Conversation, Turn
 from pdlab.engine.output import Chunk
@@ -58,7 +58,7 @@ def chat(asked: Chat) -> None:
         seed=asked.seed,
         max_tokens=asked.max_tokens,
     )
-    _check_save(asked.save)
+    check_save(asked.save)
     console = Console(highlight=False)
     model = load(asked.model, device=asked.device)
     # a trace grows with every step, and a chat has no end: kept only to be saved
@@ -69,13 +69,6 @@ def chat(asked: Chat) -> None:
         if asked.save:
             engine.trace.save(asked.save)
             console.print(f"trace: {asked.save}", soft_wrap=True)
-
-
-def _check_save(save: Path | None) -> None:
-    if save and not save.parent.is_dir():
-        raise ValueError(f"save={str(save)!r}: there is no directory {save.parent}")
-    if save and save.is_dir():
-        raise ValueError(f"save={str(save)!r} is a directory")
 
 
 class Terminal:

@@ -67,7 +67,7 @@ def run_prompt(walk: Walk) -> None:
         temperature=walk.temperature, max_tokens=walk.max_tokens, seed=walk.seed
     )
     config = EngineConfig(exact=walk.exact, chunk_size=walk.chunk_size)
-    _check_paths(walk)
+    check_save(walk.save)
     console = Console(highlight=False)
     model = load(walk.model, device=walk.device)
     tokenized, prompt_ids = _tokenize(model, walk)
@@ -85,11 +85,12 @@ def run_prompt(walk: Walk) -> None:
         raise typer.Exit(INTERRUPTED)
 
 
-def _check_paths(walk: Walk) -> None:
-    if walk.save and not walk.save.parent.is_dir():
-        raise ValueError(f"save={str(walk.save)!r}: there is no directory {walk.save.parent}")
-    if walk.save and walk.save.is_dir():
-        raise ValueError(f"save={str(walk.save)!r} is a directory")
+def check_save(save: Path | None) -> None:
+    """Raise a ValueError, before the work is done, where its result could not be written."""
+    if save and not save.parent.is_dir():
+        raise ValueError(f"save={str(save)!r}: there is no directory {save.parent}")
+    if save and save.is_dir():
+        raise ValueError(f"save={str(save)!r} is a directory")
 
 
 def _tokenize(model: Model, walk: Walk) -> tuple[Stage, list[int]]:

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from tqdm.auto import tqdm
 
-from pdlab.attention import BACKENDS
 from pdlab.engine import admission
 from pdlab.engine.admission import Prompt
 from pdlab.engine.batch import prepare
@@ -32,7 +31,7 @@ from pdlab.engine.timing import StageClock
 from pdlab.kvcache import Retention, blocks_for
 from pdlab.models import Model
 from pdlab.requirements import require_bool, require_int, require_number
-from pdlab.sampling import Sampler, SamplingParams
+from pdlab.sampling import SamplingParams
 from pdlab.trace import DROPPED, BlockMove
 
 LARGEST_PENALTY = 10.0
@@ -76,14 +75,7 @@ class BeamSearch:
             frozenset() if ignore_eos else frozenset(model.config.eos_token_ids),
         )
         self.memory = admission.make_memory(model, self.config)
-        self.runner = ModelRunner(
-            model,
-            self.memory,
-            BACKENDS[config.attention_backend](),
-            Sampler(0),
-            exact=config.exact,
-            window=admission.attention_window(config),
-        )
+        self.runner = ModelRunner.of(model, self.memory, self.config)
         self.scheduler = Scheduler(
             self.memory.manager,
             max_num_seqs=beam_width,

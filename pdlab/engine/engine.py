@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from pdlab.attention import BACKENDS
 from pdlab.costmodel import Hardware
 from pdlab.engine import admission
 from pdlab.engine.admission import Prompt, PromptList
@@ -36,7 +35,7 @@ from pdlab.engine.turns import Handover, Turns
 from pdlab.kvcache import KVMemory, PagedKVCache, PrefixCacheStats
 from pdlab.models import Model
 from pdlab.requirements import require_int
-from pdlab.sampling import Compiler, Sampler, SamplingParams
+from pdlab.sampling import Compiler, SamplingParams
 from pdlab.trace import BlockMove, StepRecord, Trace
 
 
@@ -83,15 +82,7 @@ class Engine:
             watermark=config.watermark,
             swaps=policy,
         )
-        self.runner: Runner = ModelRunner(
-            model,
-            memory,
-            BACKENDS[config.attention_backend](),
-            Sampler(config.top_k_recorded),
-            exact=config.exact,
-            window=admission.attention_window(config),
-            weighs=config.heavy_tokens > 0,
-        )
+        self.runner: Runner = ModelRunner.of(model, memory, config)
         self.compiler = Compiler(
             model.tokenizer, model.config.vocab_size, config.constraint_backend
         )

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from pdlab.attention import BACKENDS
 from pdlab.engine import admission
 from pdlab.engine.attention_mass import AttentionMass
 from pdlab.engine.batch import prepare
@@ -25,7 +24,7 @@ from pdlab.engine.sequence import Sequence
 from pdlab.engine.timing import StageClock
 from pdlab.models import Model
 from pdlab.requirements import require_int
-from pdlab.sampling import Sampler, SamplingParams
+from pdlab.sampling import SamplingParams
 
 
 class ForcedRun:
@@ -68,14 +67,7 @@ class ForcedRun:
             config, num_blocks=num_blocks, num_swap_blocks=0, preemption="recompute", max_num_seqs=1
         )
         self.memory = admission.make_memory(model, self.config)
-        self.runner = ModelRunner(
-            model,
-            self.memory,
-            BACKENDS[config.attention_backend](),
-            Sampler(0),
-            exact=config.exact,
-            window=admission.attention_window(config),
-        )
+        self.runner = ModelRunner.of(model, self.memory, self.config)
         self.scheduler = Scheduler(
             self.memory.manager, max_num_seqs=1, max_num_batched_tokens=chunk_size
         )

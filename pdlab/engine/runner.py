@@ -9,9 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pdlab.attention import AttentionBackend, Window, narrower
+from pdlab.attention import BACKENDS, AttentionBackend, Window, narrower
+from pdlab.engine import admission
 from pdlab.engine.attention_mass import AttentionMass
 from pdlab.engine.batch import BatchInputs, prepare
+from pdlab.engine.config import EngineConfig
 from pdlab.engine.probe import LayerObserver, Probe
 from pdlab.engine.scheduler import ScheduledBatch
 from pdlab.engine.timing import StageClock
@@ -90,6 +92,19 @@ class ModelRunner:
         self.weighs = weighs
         self.probe: Probe | None = None
         self._plan: WritePlan | None = None
+
+    @classmethod
+    def of(cls, model: Model, memory: KVMemory, config: EngineConfig) -> ModelRunner:
+        """As a resolved configuration asks for."""
+        return cls(
+            model,
+            memory,
+            BACKENDS[config.attention_backend](),
+            Sampler(config.top_k_recorded),
+            exact=config.exact,
+            window=admission.attention_window(config),
+            weighs=config.heavy_tokens > 0,
+        )
 
     def carry_out(self, orders: Iterable[BlockMove | Release]) -> None:
         self.memory.carry_out(orders)

@@ -26,7 +26,7 @@ from pdlab.sampling.automaton import (
 )
 from pdlab.sampling.masks import Mask
 from pdlab.sampling.matcher import Matcher
-from pdlab.sampling.params import CONSTRAINTS, SamplingParams
+from pdlab.sampling.params import SamplingParams
 from pdlab.sampling.regex import compile_choice, compile_regex
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Compiler:
         Raises:
             ValueError: the constraint is faulty or impossible, or the backend has no such kind.
         """
-        name = constraint_name(params)
+        name = params.constraint_name
         if name is None:
             return None
         return self._once((name, str(getattr(params, name))), lambda: self._compile(name, params))
@@ -202,11 +202,6 @@ class GrammarMatcher(Matcher):
         fork = GrammarMatcher(self._state.deep_copy(), self._vocab_size, self._end_ids)
         fork._num_synced = self._num_synced
         return fork
-
-
-def constraint_name(params: SamplingParams) -> str | None:
-    """Which of the CONSTRAINTS a request has."""
-    return next((name for name in CONSTRAINTS if getattr(params, name) is not None), None)
 
 
 def _as_grammar(params: SamplingParams) -> str:

@@ -172,6 +172,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def constraint_name(self) -> str | None:
+        """Which of the CONSTRAINTS it has."""
+        return next((name for name in CONSTRAINTS if getattr(self, name) is not None), None)
+
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON knows them; a user's own processors by their names."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}

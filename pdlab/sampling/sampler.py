@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pdlab.sampling.chain import run_chain
 from pdlab.sampling.matcher import Drawer
-from pdlab.sampling.params import CONSTRAINTS
 from pdlab.trace import Candidate
 
 
@@ -155,7 +154,7 @@ def _why_nothing(drawer: Drawer, logits: Tensor) -> ValueError:
         return ValueError(f"the model's logits are not numbers {after}")
     params = drawer.params
     given = [name for name in ("bad_words", "logits_processors") if getattr(params, name)]
-    given += [name for name in CONSTRAINTS if getattr(params, name) is not None]
+    given += [params.constraint_name] if params.constraint_name else []
     if drawer.num_output_tokens < params.min_tokens:
         given.append(f"min_tokens={params.min_tokens}")
     if drawer.constraint and drawer.constraint.problem:

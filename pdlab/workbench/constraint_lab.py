@@ -20,7 +20,6 @@ from pdlab.sampling.regex import compile_regex
 from pdlab.workbench.automaton_data import MAX_DRAWN, automaton_drawing
 from pdlab.workbench.constraint_lab_data import (
     ConstrainedRun,
-    constraint_kind,
     frames,
     own_automaton,
     run_constrained,
@@ -171,7 +170,7 @@ class ConstraintLab(TraceWidget):
     def _run(self, asked: _Asked) -> None:
         """Run the engine; only if it comes to an end does the page change."""
         automaton = own_automaton(asked.params)
-        kind = constraint_kind(asked.params)
+        kind = asked.params.constraint_name
         if kind is None:
             raise ValueError(f"ConstraintLab needs a constraint: one of {', '.join(CONSTRAINTS)}")
         backend = asked.backend
@@ -265,7 +264,7 @@ class _Asked:
         require_choice("backend", self.backend, ("auto", *CONSTRAINT_BACKENDS))
 
     def for_page(self) -> dict[str, Any]:
-        kind = constraint_kind(self.params)
+        kind = self.params.constraint_name
         assert kind is not None
         return {
             "kind": kind,

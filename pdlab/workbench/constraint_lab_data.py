@@ -15,7 +15,6 @@ from pdlab.kvcache import blocks_for
 from pdlab.models import Model
 from pdlab.sampling.automaton import START, ByteAutomaton
 from pdlab.sampling.chain import run_chain
-from pdlab.sampling.params import CONSTRAINTS
 from pdlab.sampling.regex import compile_choice, compile_regex
 from pdlab.sampling.sampler import draw
 from pdlab.workbench.automaton_data import path_of
@@ -71,11 +70,6 @@ class ConstrainedRun:
     backend: str
     output: RequestOutput
     decisions: list[Decision]
-
-
-def constraint_kind(params: SamplingParams) -> str | None:
-    """Which of the constraints the parameters have."""
-    return next((name for name in CONSTRAINTS if getattr(params, name) is not None), None)
 
 
 def own_automaton(params: SamplingParams) -> ByteAutomaton | None:

@@ -15,7 +15,6 @@ from pdlab.models import Model
 from pdlab.requirements import LARGEST_SEED, require_int
 from pdlab.sampling.constraints import Compiler
 from pdlab.sampling.matcher import Matcher
-from pdlab.workbench.constraint_lab_data import constraint_kind
 from pdlab.workbench.logits_data import NextLogits, TextSoFar
 from pdlab.workbench.sampling_lab_data import (
     Outcome,
@@ -335,7 +334,7 @@ class SamplingLab(TraceWidget):
             "vocab_size": config.vocab_size,
             "stop_ids": sorted({*config.eos_token_ids, *params.stop_token_ids}),
             "min_tokens": params.min_tokens,
-            "constraint": constraint_kind(params),
+            "constraint": params.constraint_name,
             "model": self._model.name,
             "machine": f"{machine['processor']}, {machine['cores']} cores",
         }
