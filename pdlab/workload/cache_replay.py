@@ -1,6 +1,6 @@
 """What a trace does to KV memory: paged, and in one piece under three policies. No model runs.
 
-All memories get the same requests and the same number of slots; see `simulator` for the rules of
+All memories get the same requests and the same number of slots; see `slot_replay` for the rules of
 simulated time, which every number here depends on. Slots are sorted as in figure 2 of the vLLM
 paper (Kwon et al. 2023):
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pdlab.kvcache.block_pool import blocks_for
 from pdlab.kvcache.contiguous import Policy, grow, power_of_two, reserve_max
 from pdlab.workload.memories import ContiguousMemory, PagedMemory, SlotMemory
-from pdlab.workload.simulator import Simulator, Totals
+from pdlab.workload.slot_replay import SlotReplay, Totals
 from pdlab.workload.traces import TraceRequest
 
 STEP_S = 0.05
@@ -154,8 +154,8 @@ def replay_cache(
     results = []
     for name, policy in policies.items():
         memory = _memory(requests, num_blocks, block_size, policy)
-        simulator = Simulator(requests, memory, step_s=step_s, prefill_tokens=prefill_tokens)
-        totals = simulator.run()
+        slots = SlotReplay(requests, memory, step_s=step_s, prefill_tokens=prefill_tokens)
+        totals = slots.run()
         prompt_blocks = sum(blocks_for(r.num_prompt_tokens, block_size) for r in requests)
         num_slots = None if num_blocks is None else num_blocks * block_size
         results.append(

@@ -10,7 +10,7 @@ from pdlab.kvcache.contiguous import grow, power_of_two, reserve_max
 from pdlab.shipped import shipped
 from pdlab.workload.cache_replay import CacheReplay, replay_cache
 from pdlab.workload.memories import ContiguousMemory, PagedMemory, SlotMemory
-from pdlab.workload.simulator import Simulator, Totals
+from pdlab.workload.slot_replay import SlotReplay, Totals
 from pdlab.workload.traces import TraceRequest, read_trace
 
 from . import public
@@ -147,10 +147,10 @@ def test_smaller_blocks_are_parts_of_the_traces_own() -> None:
         replay_cache(requests, num_blocks=None, block_size=3)
 
 
-# --- the simulator against a recount of every step -----------------------------------------------
+# --- the slot replay against a recount of every step -----------------------------------------------
 
 
-class StepByStep(Simulator):
+class StepByStep(SlotReplay):
     """Takes every step one by one and counts everything anew."""
 
     def _next_event(self, step: int) -> int:
@@ -211,7 +211,7 @@ def test_skipping_quiet_steps_changes_nothing(
     requests: list[TraceRequest], num_blocks: int, prefill: int
 ) -> None:
     for quick, slow in zip(memories(num_blocks), memories(num_blocks), strict=True):
-        totals = Simulator(requests, quick, step_s=1.0, prefill_tokens=prefill).run()
+        totals = SlotReplay(requests, quick, step_s=1.0, prefill_tokens=prefill).run()
         recounted = StepByStep(requests, slow, step_s=1.0, prefill_tokens=prefill).run()
         assert totals == recounted
         check_end(totals, quick, requests)

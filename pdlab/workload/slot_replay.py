@@ -1,5 +1,8 @@
 """A trace through one KV memory, without a model: who holds how many slots, step by step.
 
+The same fixed rules for paged and contiguous memories, so that these compare. It is not the serving
+simulator: that is `simulation.simulate`, which drives the engine's own scheduler.
+
 Simulated time, and only as good as these rules:
 
 - a step takes `step_s` seconds, whatever runs in it;
@@ -77,7 +80,7 @@ class Totals:
     queue_steps: list[float] = field(default_factory=list)
 
 
-class Simulator:
+class SlotReplay:
     """See the module's text. `run` once."""
 
     def __init__(
