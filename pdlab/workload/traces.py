@@ -46,13 +46,15 @@ class TraceRequest:
     """One request of a trace.
 
     Attributes:
-        arrival_s: seconds since the first request of the trace.
+        arrival_s: seconds since the workload began; in a trace that was read, since its first
+            request.
         num_prompt_tokens: at least 1.
         num_output_tokens: at least 1.
         prefix_ids: one id for each `prefix_block_size` tokens of the prompt, the last block perhaps
             partly filled. Equal ids mean equal tokens up to the end of that block, from the first
             token on. Empty where the trace does not tell.
         prefix_block_size: tokens; None where the trace has no prefix ids.
+        priority: for the policy that looks at it; the lower number goes first.
     """
 
     arrival_s: float
@@ -60,6 +62,7 @@ class TraceRequest:
     num_output_tokens: int
     prefix_ids: tuple[int, ...] = ()
     prefix_block_size: int | None = None
+    priority: int = 0
 
     @property
     def num_tokens(self) -> int:
