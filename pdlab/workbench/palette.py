@@ -36,6 +36,9 @@ SEQUENCE: tuple[str, ...] = (
 )
 """Colours of requests, in order of arrival; the ninth request takes the first again."""
 
+RUN: tuple[str, ...] = tuple(SEQUENCE[i] for i in (0, 4, 3, 2, 7, 1, 6, 5))
+"""Colours of whole runs that are compared; lines have a dash pattern each, too."""
+
 STAGE: dict[str, str] = {
     "schedule": "#C3C8CF",
     "prepare": "#A6ADB7",
@@ -108,6 +111,11 @@ def sequence_color(index: int) -> str:
     return SEQUENCE[index % len(SEQUENCE)]
 
 
+def run_color(index: int) -> str:
+    """Colour of run number `index` of those compared, counted from 0."""
+    return RUN[index % len(RUN)]
+
+
 def all_colors() -> list[str]:
     """Every colour of the palette once, for pictures that must keep them exactly."""
     themed = [color for theme in THEME for color in _themed(theme).values()]
@@ -151,6 +159,7 @@ def css_variables() -> str:
     fixed |= {f"on-{name}": text_on(color) for name, color in fixed.items()}
     fixed |= {f"seq-{i}": color for i, color in enumerate(SEQUENCE)}
     fixed |= {f"seq-on-{i}": text_on(color) for i, color in enumerate(SEQUENCE)}
+    fixed |= {f"run-{i}": color for i, color in enumerate(RUN)}
     fixed |= {f"stage-{name}": color for name, color in STAGE.items()}
     fixed |= {f"stage-on-{name}": text_on(color) for name, color in STAGE.items()}
     fixed |= {f"moved-{name}": color for name, color in MOVED.items()}
