@@ -10,9 +10,9 @@ the length of its answer, shared prefixes. `synthetic` and the public traces hav
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice, takewhile
 from random import Random
 from types import MappingProxyType
 
@@ -107,13 +107,23 @@ def make_traffic(
     if duration_s is not None:
         require_number("duration_s", duration_s, 0, MOST_REQUESTS / arrivals.rate_rps)
     gaps, of_prompts, of_outputs = (Random(f"{seed} {name}") for name in ("gap", "in", "out"))
-    requests: list[TraceRequest] = []
-    now_s = arrivals.draw_s(gaps)
-    while now_s < duration_s if duration_s is not None else len(requests) != num_requests:
-        prompt, output = prompts.draw(of_prompts), outputs.draw(of_outputs)
-        requests.append(TraceRequest(round(now_s, 6), prompt, output, priority=priority))
-        now_s += arrivals.draw_s(gaps)
-    return requests
+    times = _times(arrivals, gaps)
+    if duration_s is None:
+        times = islice(times, num_requests)
+    else:
+        times = takewhile(lambda time_s: time_s < duration_s, times)
+    return [
+        TraceRequest(time_s, prompts.draw(of_prompts), outputs.draw(of_outputs), priority=priority)
+        for time_s in times
+    ]
+
+
+def _times(arrivals: Gaps, random: Random) -> Iterator[float]:
+    """Arrivals without end, to the microsecond."""
+    now_s = 0.0
+    while True:
+        now_s += arrivals.draw_s(random)
+        yield round(now_s, 6)
 
 
 def mix(workloads: Sequence[Sequence[TraceRequest]]) -> list[TraceRequest]:
