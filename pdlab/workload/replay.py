@@ -1,0 +1,300 @@
+"""Serves a workload on the real engine, in real time.
+
+A trace tells lengths and shared prefixes, no text, so the prompts are random tokens: what is
+measured is time, and a model's speed does not depend on what it reads. Outputs have the length of
+the trace, as no end-of-sequence token ends them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from pdlab.engine import Engine, RequestMetrics, SamplingParams
+from pdlab.engine.interrupts import undisturbed
+from pdlab.kvcache import blocks_for
+from pdlab.models import Model
+from pdlab.requirements import LARGEST_SEED, require_int
+from pdlab.trace import StepRecord
+from pdlab.workload.arrivals import Arrivals, OpenLoop
+from pdlab.workload.serving import ServedRequest, ServingRun, StepSpan, span_of
+from pdlab.workload.traces import TraceRequest
+
+LONGEST_PAUSE_S = 0.05
+"""Between two looks at the clock while nothing runs."""
+WARM_UP_TOKENS = 32
+
+
+class Progress(NamedTuple):
+    """What happened since the last call of `on_step`."""
+
+    now_s: float
+    """Since the replay began."""
+    step: StepSpan | None
+    """None where nothing ran, because the next arrival is yet to come."""
+    num_arrived: int
+    """Since the replay began, refused ones too."""
+    ended: list[ServedRequest]
+    """Finished or refused since then."""
+
+
+def replay(
+    engine: Engine,
+    arrivals: Arrivals | Sequence[TraceRequest],
+    *,
+    vocab_size: int | None = None,
+    on_step: Callable[[Progress], None] | None = None,
+    seed: int = 0,
+    warm_up: bool = True,
+) -> ServingRun:
+    """Submit each request when it is due, and step until all have ended.
+
+    A request that comes during a step is submitted after it, and counts from when it came. One that
+    the engine refuses ends with reason `error` and stops no other. Ctrl-C aborts the replay's
+    requests and is raised again; the engine and its trace stay good.
+
+    Args:
+        engine: with nothing to do, on a KV memory of its own. What it did before is no part of the
+            run; its trace, if it records one, has both.
+        arrivals: requests alone come in an open loop.
+        vocab_size: prompts are made of token ids below it; None for all the model has.
+        on_step: called after each step, and now and then while nothing runs. Its time counts.
+        seed: of the prompts. Equal prefix ids of the trace give equal tokens.
+        warm_up: run a few steps on the side before the clock starts: the first ones of a process
+            are slower.
+
+    Raises:
+        ValueError: the engine is at work or shares its memory, or a number is out of range.
+    """
+    _require_alone(engine)
+    if isinstance(arrivals, Sequence):
+        arrivals = OpenLoop(arrivals)
+    prompts = Prompts(engine.model, seed, vocab_size)
+    if warm_up:
+        _warm_up(engine)
+    session = _Session(engine, arrivals, prompts, engine.now_s(), set(engine.requests))
+    try:
+        while not session.is_over:
+            session.submit_due()
+            record = engine.step()
+            if record is None:
+                session.collect_aborted()
+                session.pause()
+            else:
+                session.book(record)
+            if on_step:
+                on_step(session.progress(record))
+    except BaseException:
+        session.abort()
+        raise
+    return session.run()
+
+
+def _require_alone(engine: Engine) -> None:
+    unfinished = sum(not request.finished for request in engine.requests.values())
+    if unfinished:
+        raise ValueError(f"engine has {unfinished} unfinished requests: a replay needs it alone")
+    if engine.memory is not None and engine.memory.num_engines > 1:
+        raise ValueError(
+            f"engine shares its KV memory with {engine.memory.num_engines - 1} others: a replay "
+            "needs a memory of its own"
+        )
+
+
+def _warm_up(engine: Engine) -> None:
+    """A prompt and some decodes on an engine of the same kind, which nobody records."""
+    num_tokens = min(WARM_UP_TOKENS, engine.model.config.max_model_len // 2)
+    config = replace(
+        engine.config,
+        num_blocks=2 * blocks_for(2 * num_tokens, engine.config.block_size),
+        num_swap_blocks=0,
+        preemption="recompute",
+        record_trace=False,
+    )
+    with Engine(engine.model, config) as other:
+        prompts = [[0] * num_tokens, [1] * num_tokens]
+        other.generate(prompts, SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
+
+
+class Prompts:
+    """Random token ids for the requests of a trace, the same ones for the same seed.
+
+    No special token is among them, so that a prompt begins or ends nothing by chance.
+
+    Args:
+        vocab_size: ids stay below it; None for the model's.
+
+    Raises:
+        ValueError: a number is out of range, or no token is left.
+    """
+
+    def __init__(self, model: Model, seed: int = 0, vocab_size: int | None = None):
+        require_int("seed", seed, 0, LARGEST_SEED)
+        most = model.config.vocab_size
+        if model.tokenizer is not None:
+            most = min(most, model.tokenizer.vocab_size)
+        if vocab_size is not None:
+            require_int("vocab_size", vocab_size, 1)
+            most = min(most, vocab_size)
+        special = model.tokenizer.special_ids if model.tokenizer is not None else frozenset()
+        self._allowed = np.array([i for i in range(most) if i not in special])
+        if not self._allowed.size:
+            raise ValueError(f"vocab_size={vocab_size}: all tokens below it are special")
+        self._seed = seed
+
+    def make(self, request: TraceRequest, number: int) -> list[int]:
+        """The prompt of the request that is handed out as the `number`-th, from 0."""
+        length, size = request.num_prompt_tokens, request.prefix_block_size
+        if size is None:
+            return self._draw((0, number), length)
+        tokens: list[int] = []
+        for prefix_id in request.prefix_ids:  # each names all up to its end: equal ids, equal parts
+            tokens += self._draw((1, _natural(prefix_id)), size)
+        return tokens[:length]
+
+    def _draw(self, key: tuple[int, int], length: int) -> list[int]:
+        draw = np.random.default_rng((self._seed, *key))
+        chosen: list[int] = self._allowed[draw.integers(self._allowed.size, size=length)].tolist()
+        return chosen
+
+
+def _natural(number: int) -> int:
+    """Another natural number for each integer."""
+    return 2 * number if number >= 0 else -2 * number - 1
+
+
+class _Live(NamedTuple):
+    number: int
+    priority: int
+
+
+@dataclass
+class _Session:
+    """The state of a replay; times are on its own clock, `start_s` is on the engine's."""
+
+    engine: Engine
+    arrivals: Arrivals
+    prompts: Prompts
+    start_s: float
+    earlier: set[str]
+    """Requests that the engine had before."""
+    live: dict[str, _Live] = field(default_factory=dict)
+    """Submitted and not yet ended, by request id."""
+    ended: dict[int, ServedRequest] = field(default_factory=dict)
+    """By their place in the order of arrival."""
+    news: list[ServedRequest] = field(default_factory=list)
+    """Ended, and not yet reported."""
+    steps: list[StepSpan] = field(default_factory=list)
+    num_arrived: int = 0
+
+    @property
+    def now_s(self) -> float:
+        return self.engine.now_s() - self.start_s
+
+    @property
+    def is_over(self) -> bool:
+        return not self.live and self.arrivals.next_s is None
+
+    def submit_due(self) -> None:
+        """Also what becomes due by a refusal, in a closed loop."""
+        while due := self.arrivals.take_due(self.now_s):
+            for request in due:
+                self.submit(request)
+
+    def submit(self, request: TraceRequest) -> None:
+        number = self.num_arrived
+        self.num_arrived += 1
+        params = SamplingParams(
+            max_tokens=request.num_output_tokens, temperature=0, ignore_eos=True
+        )
+        try:
+            request_id = self.engine.submit(
+                self.prompts.make(request, number),
+                params,
+                priority=request.priority,
+                arrival_s=self.start_s + request.arrival_s,
+            )
+        except ValueError as error:
+            times = RequestMetrics(request.arrival_s, num_prompt_tokens=request.num_prompt_tokens)
+            name = f"refused-{number}"
+            refused = ServedRequest(name, times, "error", request.priority, str(error))
+            self.end(number, refused, self.now_s)
+        else:
+            self.live[request_id] = _Live(number, request.priority)
+
+    def book(self, record: StepRecord) -> None:
+        span = span_of(record, self.start_s, self.engine.config.num_blocks)
+        self.steps.append(span)
+        for sequence in record.sequences:
+            if sequence.finish_reason is not None:
+                self.collect(sequence.sequence_id, span.end_s)
+
+    def collect(self, request_id: str, now_s: float) -> None:
+        """Take an ended request out of the engine."""
+        output = self.engine.collect(request_id)
+        number, priority = self.live.pop(request_id)
+        times, error = _since(output.metrics, self.start_s), output.error
+        why = "" if error is None else str(error)
+        served = ServedRequest(request_id, times, output.finish_reason, priority, why)
+        self.end(number, served, now_s)
+
+    def collect_aborted(self) -> None:
+        """Those that somebody else ended, which no step tells of."""
+        for request_id in [i for i in self.live if self.engine.requests[i].finished]:
+            self.collect(request_id, self.now_s)
+
+    def end(self, number: int, served: ServedRequest, now_s: float) -> None:
+        self.ended[number] = served
+        self.news.append(served)
+        self.arrivals.note_finished(now_s)
+
+    def pause(self) -> None:
+        """Sleep till the next arrival, or a little."""
+        if self.arrivals.next_s is not None:
+            time.sleep(min(max(0.0, self.arrivals.next_s - self.now_s), LONGEST_PAUSE_S))
+
+    def progress(self, record: StepRecord | None) -> Progress:
+        news, self.news = self.news, []
+        step = None if record is None else self.steps[-1]
+        return Progress(self.now_s, step, self.num_arrived, news)
+
+    def abort(self) -> None:
+        with undisturbed():
+            for request_id in set(self.engine.requests) - self.earlier:
+                self.engine.abort(request_id)
+                self.engine.collect(request_id)
+
+    def run(self) -> ServingRun:
+        return ServingRun(
+            provenance="measured",
+            basis=basis_of(self.engine),
+            config=self.engine.config.to_dict(),
+            requests=[self.ended[number] for number in sorted(self.ended)],
+            steps=self.steps,
+            num_blocks=self.engine.config.num_blocks,
+        )
+
+
+def basis_of(engine: Engine) -> str:
+    """What measured times rest on: model, dtype, processor, threads."""
+    machine, model = engine.trace.machine, engine.model
+    threads = machine["threads"]
+    where = f"{machine['processor']}, {threads} thread{'s' * (threads != 1)}"
+    if machine["device"] != "cpu":
+        where = f"{machine['device']}, {machine['processor']}"
+    return f"{model.name} ({model.dtype_name}) on {where}, torch {machine['torch']}"
+
+
+def _since(metrics: RequestMetrics, start_s: float) -> RequestMetrics:
+    """The same times on a clock that begins at `start_s`."""
+    first_s = metrics.first_scheduled_s
+    return replace(
+        metrics,
+        arrival_s=metrics.arrival_s - start_s,
+        first_scheduled_s=None if first_s is None else first_s - start_s,
+        token_times_s=[time_s - start_s for time_s in metrics.token_times_s],
+    )

@@ -1,0 +1,313 @@
+"""A workload on the real engine, in real time: what came of it, and what is left behind."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from pdlab import Engine, EngineConfig, SamplingParams, Trace
+from pdlab.workload.arrivals import ClosedLoop, OpenLoop
+from pdlab.workload.replay import Progress, Prompts, replay
+from pdlab.workload.report import summarize
+from pdlab.workload.serving import ServingRun
+from pdlab.workload.traces import TraceRequest
+from tests.helpers import TINY, random_model
+
+serve = partial(replay, warm_up=False)
+CONFIG = EngineConfig(block_size=4, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=32)
+
+
+def engine_of(config: EngineConfig = CONFIG) -> Engine:
+    return Engine(random_model(), config)
+
+
+def requests(count: int = 8, gap_s: float = 0.002) -> list[TraceRequest]:
+    return [TraceRequest(i * gap_s, 5 + 3 * i, 1 + i % 4) for i in range(count)]
+
+
+TOO_LONG = TraceRequest(0.0, TINY.max_model_len + 1, 2)
+
+
+def test_every_request_is_served_as_the_trace_has_it() -> None:
+    asked = requests()
+    with engine_of() as engine:
+        run = serve(engine, asked)
+        assert run.provenance == "measured"
+        assert run.config == engine.config.to_dict()
+    assert [r.metrics.arrival_s for r in run.requests] == pytest.approx(
+        [r.arrival_s for r in asked]
+    )
+    for served, request in zip(run.requests, asked, strict=True):
+        metrics = served.metrics
+        assert metrics.num_prompt_tokens == request.num_prompt_tokens
+        assert metrics.num_output_tokens == request.num_output_tokens
+        assert served.finish_reason == "length"
+        assert metrics.first_scheduled_s is not None
+        assert metrics.arrival_s <= metrics.first_scheduled_s < metrics.token_times_s[0]
+        assert metrics.token_times_s == sorted(metrics.token_times_s)
+    computed = sum(step.num_prompt_tokens for step in run.steps)
+    assert computed == sum(r.num_prompt_tokens for r in asked)
+
+
+def test_its_times_are_those_of_the_trace() -> None:
+    with engine_of() as engine:
+        run = serve(engine, requests())
+        recorded = ServingRun.of_trace(engine.trace)
+    assert len(run.steps) == len(recorded.steps)
+    assert [s.decodes for s in run.steps] == [s.decodes for s in recorded.steps]
+    assert [s.prompts for s in run.steps] == [s.prompts for s in recorded.steps]
+    for ours, theirs in zip(run.requests, recorded.requests, strict=True):
+        assert ours.request_id == theirs.request_id
+        assert ours.finish_reason == theirs.finish_reason
+        assert ours.metrics.queue_s == pytest.approx(theirs.metrics.queue_s, abs=1e-9)
+        holding = [s for s in run.steps if ours.request_id in [*s.decodes, *s.prompts]]
+        tokens_s = ours.metrics.token_times_s
+        for step, time_s in zip(holding[-len(tokens_s) :], tokens_s, strict=True):
+            assert step.start_s < time_s <= step.end_s
+
+
+def test_nothing_is_left_in_the_engine() -> None:
+    with engine_of() as engine:
+        serve(engine, [*requests(), TOO_LONG])
+        assert engine.pool.num_free == engine.pool.num_blocks
+        assert not engine.requests
+        assert not engine.scheduler.has_work
+
+
+def test_what_the_engine_did_before_is_no_part_of_the_run() -> None:
+    params = SamplingParams(max_tokens=2)
+    with engine_of() as engine:
+        engine.generate([[1, 2, 3]], params)
+        kept = engine.submit([4, 5], params)
+        while engine.step():
+            pass
+        num_before = len(engine.trace.steps)
+        run = serve(engine, requests(3))
+        assert len(run.steps) == len(engine.trace.steps) - num_before
+        assert [r.request_id for r in run.requests] == ["r2", "r3", "r4"]
+        assert run.requests[0].metrics.arrival_s == pytest.approx(0, abs=1e-9)
+        assert run.steps[0].start_s >= 0
+        assert len(engine.collect(kept).token_ids) == 2  # it was not ours to collect
+
+
+def test_warming_up_leaves_no_mark_on_the_engine() -> None:
+    with engine_of() as engine:
+        run = replay(engine, requests(1), warm_up=True)
+        assert len(engine.trace.requests) == 1
+        assert len(engine.trace.steps) == len(run.steps)
+
+
+def test_a_run_without_a_trace_keeps_no_records() -> None:
+    with engine_of(replace(CONFIG, record_trace=False)) as engine:
+        run = serve(engine, requests())
+        assert len(run.steps) > 0
+        assert not engine.trace.steps
+    assert summarize(run).num_finished == 8
+
+
+def test_a_refused_request_fails_alone() -> None:
+    asked = [*requests(3), replace(TOO_LONG, arrival_s=0.001, priority=7)]
+    with engine_of() as engine:
+        run = serve(engine, asked)
+    refused = run.requests[1]
+    assert (refused.finish_reason, refused.priority) == ("error", 7)
+    assert "max_model_len is 128" in refused.error
+    assert refused.metrics.arrival_s == 0.001
+    assert [r.finish_reason for r in run.requests] == ["length", "error", "length", "length"]
+    assert summarize(run).num_refused == 1
+
+
+def test_a_client_goes_on_after_a_refusal() -> None:
+    with engine_of() as engine:
+        run = serve(engine, ClosedLoop([TOO_LONG, TOO_LONG, *requests(2), TOO_LONG], 1))
+    reasons = [r.finish_reason for r in run.requests]
+    assert reasons == ["error", "error", "length", "length", "error"]
+
+
+def test_a_closed_loop_has_no_more_outstanding_than_clients() -> None:
+    outstanding: list[int] = []
+    ended = 0
+
+    def watch(progress: Progress) -> None:
+        nonlocal ended
+        ended += len(progress.ended)
+        outstanding.append(progress.num_arrived - ended)
+        assert progress.step is not None
+        assert progress.step.num_running + progress.step.num_waiting <= 3
+
+    with engine_of() as engine:
+        run = serve(engine, ClosedLoop(requests(10), num_clients=3), on_step=watch)
+    assert max(outstanding) == 3
+    assert len(run.requests) == 10
+    ends = {step.end_s for step in run.steps}
+    sent = [r.metrics.arrival_s for r in run.requests]
+    assert sent[:3] == pytest.approx([0, 0, 0], abs=1e-9)
+    for time_s in sent[3:]:  # each when the answer before it was complete
+        assert min(abs(time_s - end_s) for end_s in ends) < 1e-9
+
+
+def test_clients_that_think_send_later() -> None:
+    pauses = 0
+
+    def watch(progress: Progress) -> None:
+        nonlocal pauses
+        pauses += progress.step is None
+
+    with engine_of() as engine:
+        run = serve(engine, ClosedLoop(requests(3), 1, think_s=0.01), on_step=watch)
+    assert pauses >= 2
+    for before, after in zip(run.requests, run.requests[1:], strict=False):
+        assert after.metrics.arrival_s >= before.metrics.token_times_s[-1] + 0.01
+
+
+def test_who_watches_hears_of_everything_once() -> None:
+    heard: list[Progress] = []
+    with engine_of() as engine:
+        run = serve(engine, [*requests(), TOO_LONG], on_step=heard.append)
+    ended = [served for progress in heard for served in progress.ended]
+    assert sorted(r.request_id for r in ended) == sorted(r.request_id for r in run.requests)
+    assert [p.step for p in heard if p.step] == run.steps
+    assert heard[-1].num_arrived == 9
+    assert [p.now_s for p in heard] == sorted(p.now_s for p in heard)
+
+
+@pytest.mark.parametrize("after", [1, 3, 6])
+def test_ctrl_c_leaves_nothing_and_the_engine_goes_on(after: int, tmp_path: Path) -> None:
+    heard: list[Progress] = []
+
+    def interrupt(progress: Progress) -> None:
+        heard.append(progress)
+        if len(heard) == after:
+            signal.raise_signal(signal.SIGINT)
+
+    with engine_of() as engine:
+        with pytest.raises(KeyboardInterrupt):
+            serve(engine, [replace(r, arrival_s=0) for r in requests()], on_step=interrupt)
+        assert len(heard) == after
+        assert engine.pool.num_free == engine.pool.num_blocks
+        assert not engine.requests
+        assert engine.step() is None
+        engine.trace.save(tmp_path / "run.json.gz")
+        [output] = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))
+        assert len(output.token_ids) == 3
+    run = ServingRun.of_trace(Trace.load(tmp_path / "run.json.gz"))
+    assert len(run.requests) == 8
+    assert len(run.steps) == after
+    assert "abort" in {r.finish_reason for r in run.requests}
+
+
+def test_a_failing_watcher_is_as_an_interrupt() -> None:
+    def fail(progress: Progress) -> None:
+        raise RuntimeError("the screen is gone")
+
+    with engine_of() as engine:
+        with pytest.raises(RuntimeError, match="screen"):
+            serve(engine, requests(), on_step=fail)
+        assert not engine.requests
+        assert engine.pool.num_free == engine.pool.num_blocks
+
+
+def test_a_request_that_somebody_aborts_ends_so() -> None:
+    def abort_first(progress: Progress) -> None:
+        engine.abort("r0")
+
+    asked = [TraceRequest(0, 9, 50), TraceRequest(0, 9, 3)]
+    with engine_of() as engine:
+        run = serve(engine, ClosedLoop([*asked, *asked[1:]], 1), on_step=abort_first)
+    assert [r.finish_reason for r in run.requests] == ["abort", "length", "length"]
+    assert run.requests[0].metrics.num_output_tokens == 1
+    assert summarize(run).num_aborted == 1
+
+
+def test_priorities_reach_the_scheduler() -> None:
+    asked = [TraceRequest(0, 6, 2, priority=p) for p in (3, 1, 2, 0)]
+    config = replace(CONFIG, policy="priority", max_num_seqs=1)
+    with engine_of(config) as engine:
+        run = serve(engine, asked)
+    begun = sorted(run.requests, key=lambda r: r.metrics.first_scheduled_s or 0)
+    assert [r.priority for r in begun] == [0, 1, 2, 3]
+    assert [r.priority for r in run.requests] == [3, 1, 2, 0]
+
+
+def test_preemptions_are_told() -> None:
+    asked = [TraceRequest(0, 8, 20) for _ in range(4)]
+    with engine_of(replace(CONFIG, num_blocks=12, watermark=0)) as engine:
+        run = serve(engine, asked)
+        assert engine.pool.num_free == 12
+    summary = summarize(run)
+    assert summary.num_preemptions == sum(len(step.preempted) for step in run.steps) > 0
+    assert summary.num_finished == 4
+    assert summary.queue_depth.mean > 0
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+def test_equal_prefixes_of_the_trace_are_found_in_the_cache() -> None:
+    asked = [
+        TraceRequest(0, 20, 1, (5, -6, 7), 8),
+        TraceRequest(0.001, 24, 1, (5, -6, 10**90), 8),
+        TraceRequest(0.002, 24, 1, (6, -6, 7), 8),
+    ]
+    with engine_of(replace(CONFIG, max_num_seqs=1)) as engine:
+        run = serve(engine, asked)
+    assert [r.metrics.num_cached_tokens for r in run.requests] == [0, 16, 0]
+    assert summarize(run).num_cached_tokens == 16
+
+
+def test_prompts_are_the_same_for_the_same_seed() -> None:
+    model, request = random_model(), TraceRequest(0, 40, 1)
+    first, again, other = (Prompts(model, seed) for seed in (0, 0, 1))
+    assert first.make(request, 3) == again.make(request, 3)
+    assert first.make(request, 3) != first.make(request, 4)
+    assert first.make(request, 3) != other.make(request, 3)
+    assert len(first.make(request, 3)) == 40
+
+
+def test_an_unfilled_block_begins_as_the_full_one() -> None:
+    prompts = Prompts(random_model())
+    full = prompts.make(TraceRequest(0, 16, 1, (1, 2), 8), 0)
+    part = prompts.make(TraceRequest(0, 11, 1, (1, 2), 8), 1)
+    assert part == full[:11]
+    assert full != prompts.make(TraceRequest(0, 16, 1, (1, -2), 8), 0)
+
+
+def test_prompts_hold_no_special_token_and_stay_below_vocab_size() -> None:
+    tokenizer = SimpleNamespace(special_ids=frozenset({0, 3}), vocab_size=50)
+    model = replace(random_model(), tokenizer=tokenizer)  # type: ignore[arg-type]
+    request = TraceRequest(0, 2000, 1)
+    assert set(Prompts(model).make(request, 0)) == set(range(50)) - {0, 3}
+    assert set(Prompts(model, vocab_size=5).make(request, 0)) == {1, 2, 4}
+    with pytest.raises(ValueError, match="vocab_size=1: all tokens below it are special"):
+        Prompts(model, vocab_size=1)
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+def test_an_engine_at_work_is_refused() -> None:
+    with engine_of() as engine:
+        engine.submit([1, 2, 3])
+        with pytest.raises(ValueError, match="1 unfinished requests"):
+            serve(engine, requests())
+
+
+def test_shared_memory_is_refused() -> None:
+    memory = Engine.memory_for(random_model(), CONFIG)
+    with (
+        Engine(random_model(), CONFIG, memory=memory) as engine,
+        Engine(random_model(), CONFIG, memory=memory),
+        pytest.raises(ValueError, match="shares its KV memory with 1 other"),
+    ):
+        serve(engine, requests())
+
+
+@pytest.mark.parametrize("bad", [{"seed": -1}, {"seed": 0.5}, {"vocab_size": 0}])
+def test_numbers_out_of_range_are_refused(bad: dict) -> None:
+    with engine_of() as engine, pytest.raises(ValueError, match=next(iter(bad))):
+        serve(engine, OpenLoop(requests()), **bad)
