@@ -18,21 +18,26 @@ from pdlab.costmodel.predict import (
     ridge_point,
 )
 from pdlab.costmodel.preemption import PreemptionCost, link_bytes_s, preemption_cost
+from pdlab.costmodel.step_times import LinearStepTimes, StepShape, StepTimes, fit_step_times
 
 __all__ = [
     "Chunk",
     "Hardware",
     "LinearQuadraticFit",
+    "LinearStepTimes",
     "Prediction",
     "PreemptionCost",
     "Provenance",
     "RequestPrediction",
     "StepCost",
+    "StepShape",
+    "StepTimes",
     "activation_bytes",
     "calibrate",
     "causal_pairs",
     "dense_step_cost",
     "fit_linear_quadratic",
+    "fit_step_times",
     "kv_bytes",
     "link_bytes_s",
     "load_hardware",

@@ -47,8 +47,7 @@ def fit_linear_quadratic(lengths: Sequence[float], seconds: Sequence[float]) -> 
     """Least squares over non-negative coefficients, weighing relative errors alike.
 
     Each row is divided by its seconds, so that being 5% off counts the same at 64 tokens as at
-    4,096. With three coefficients, the non-negative optimum (Lawson and Hanson 1974, chapter 23)
-    is the best of the seven unconstrained fits on a subset of terms that come out non-negative.
+    4,096.
 
     Raises:
         ValueError: for different numbers of lengths and seconds, for fewer than three different
@@ -58,7 +57,7 @@ def fit_linear_quadratic(lengths: Sequence[float], seconds: Sequence[float]) -> 
     _check_points(n, measured)
     scale = n.max()  # keeps the columns near 1, so that n^2 costs no precision
     powers = np.stack([(n / scale) ** power for power in range(NUM_TERMS)], axis=1)
-    coefficients = _nonnegative_least_squares(powers / measured[:, None], np.ones_like(n))
+    coefficients = nonnegative_least_squares(powers / measured[:, None], np.ones_like(n))
     constant, linear, quadratic = coefficients / scale ** np.arange(NUM_TERMS)
     residual = float(np.sum((measured - powers @ coefficients) ** 2))
     spread = float(np.sum((measured - measured.mean()) ** 2))
@@ -66,18 +65,28 @@ def fit_linear_quadratic(lengths: Sequence[float], seconds: Sequence[float]) -> 
     return LinearQuadraticFit(float(constant), float(linear), float(quadratic), r_squared)
 
 
-def _nonnegative_least_squares(matrix: Array, target: Array) -> Array:
-    """The x >= 0 that minimises |matrix x - target|, by trying every subset of columns."""
+def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
+    """The x >= 0 that minimises |matrix x - target|, by trying every subset of columns.
+
+    The non-negative optimum (Lawson and Hanson 1974, chapter 23) is the best of the unconstrained
+    fits on a subset of the columns that come out non-negative. Meant for few columns: 8 have 255
+    subsets.
+    """
+    scales = np.abs(matrix).max(axis=0)
+    scales[scales == 0] = 1.0  # a column of zeros gets no part in any case
+    # Rotated, many rows become one for each column: what is minimised stays the same.
+    rotated = np.linalg.qr(np.column_stack([matrix / scales, target]), mode="r")
+    scaled, target = rotated[:, :-1], rotated[:, -1]
     num_columns = matrix.shape[1]
     best, best_error = np.zeros(num_columns), float(target @ target)
     for size in range(1, num_columns + 1):
         for subset in map(list, combinations(range(num_columns), size)):
-            solution = np.linalg.lstsq(matrix[:, subset], target, rcond=None)[0]
-            error = float(np.sum((matrix[:, subset] @ solution - target) ** 2))
+            solution = np.linalg.lstsq(scaled[:, subset], target, rcond=None)[0]
+            error = float(np.sum((scaled[:, subset] @ solution - target) ** 2))
             if (solution >= 0).all() and error < best_error:
                 best, best_error = np.zeros(num_columns), error
                 best[subset] = solution
-    return best
+    return best / scales
 
 
 def _check_points(lengths: Array, seconds: Array) -> None:

@@ -1,8 +1,20 @@
-"""Seconds of a step from what it computes: what the simulator runs on instead of a model."""
+"""Seconds of a step from what it computes: what the simulator runs on instead of a model.
+
+A step's time is taken as a sum of costs: of the step itself, of each prompt and each decode, of
+each token, and of what attention reads. The sum is not exact (the time of a product of matrices
+grows in jumps), so a fit carries its own error.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from pdlab.costmodel.fit import nonnegative_least_squares
+from pdlab.requirements import require_int, require_number
 
 
 class StepShape(NamedTuple):
@@ -17,13 +29,127 @@ class StepShape(NamedTuple):
     num_decodes: int
     num_context_tokens: int
     """Tokens that the decodes read, each its own included, summed over the decodes."""
+    num_longest_context_tokens: int = 0
+    """Tokens that the decode with the longest context reads; 0 where that is not known."""
 
 
 class StepTimes(Protocol):
     """A machine and a model, as far as time goes."""
 
-    basis: str
-    """Where the times come from, and whether they were measured, published or predicted."""
+    @property
+    def basis(self) -> str:
+        """Where the times come from, and whether they were measured, published or predicted."""
 
     def step_s(self, shape: StepShape) -> float:
         """Seconds of a step of this shape."""
+
+
+@dataclass(frozen=True)
+class LinearStepTimes:
+    """A step's seconds as a sum of non-negative costs."""
+
+    basis: str
+    base_s: float
+    """Of any step."""
+    rows_s: float
+    """Added if the step computes more than one token: a product of two matrices is another kernel
+    than that of a matrix and a vector."""
+    prompt_s: float
+    """Of each prompt chunk."""
+    prompt_token_s: float
+    """Of each of their tokens."""
+    prompt_pair_s: float
+    """Of each query-key pair of theirs."""
+    decode_s: float
+    """Of each decode."""
+    context_s: float
+    """Of each token that a decode reads."""
+    padded_context_s: float
+    """Of each token that the decodes read if all are padded to the longest context, which is how
+    the engine's attention takes them in one call."""
+    median_error: float = 0.0
+    """Of the fit: relative, 0.05 is 5%."""
+    worst_error: float = 0.0
+    num_samples: int = 0
+    """Steps that it was fitted to."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.basis, str):
+            raise ValueError(f"basis={self.basis!r:.60} must be a text")
+        for name in (*COSTS, "median_error", "worst_error"):
+            require_number(name, getattr(self, name), 0, LONGEST_S)
+        require_int("num_samples", self.num_samples, least=0)
+
+    def step_s(self, shape: StepShape) -> float:
+        """Seconds of a step of this shape."""
+        # called for every simulated step: plain arithmetic, nothing is built
+        prompts, tokens, pairs, decodes, context, longest = shape
+        padded = decodes * longest
+        seconds = (
+            self.base_s
+            + self.prompt_s * prompts
+            + self.prompt_token_s * tokens
+            + self.prompt_pair_s * pairs
+            + self.decode_s * decodes
+            + self.context_s * context
+            + self.padded_context_s * (padded if padded > context else context)
+        )
+        return seconds + self.rows_s if tokens + decodes > 1 else seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LinearStepTimes:
+        """The inverse of `to_dict`; a TypeError or ValueError for anything else."""
+        return cls(**values)
+
+
+COSTS = (
+    "base_s",
+    "rows_s",
+    "prompt_s",
+    "prompt_token_s",
+    "prompt_pair_s",
+    "decode_s",
+    "context_s",
+    "padded_context_s",
+)
+"""The costs that a step's time is the sum of."""
+LONGEST_S = 1e6
+"""More seconds than any step takes."""
+
+
+def fit_step_times(samples: Sequence[tuple[StepShape, float]], basis: str) -> LinearStepTimes:
+    """Least squares over non-negative costs, weighing relative errors alike.
+
+    So 5% off counts the same for a decode as for a long prompt. A cost that no sample tells apart
+    from the others comes out as 0.
+
+    Args:
+        samples: shapes of steps and their seconds.
+        basis: what they were measured on.
+
+    Raises:
+        ValueError: there are fewer different shapes than costs, or a time is not above 0.
+    """
+    num_shapes = len({shape for shape, _ in samples})
+    if num_shapes < len(COSTS):
+        raise ValueError(f"samples has {num_shapes} different shapes, the limit is {len(COSTS)}")
+    for shape, seconds in samples:
+        if not 0 < seconds < LONGEST_S:
+            raise ValueError(f"samples has seconds={seconds} of {shape}, not above the limit 0")
+    units = [LinearStepTimes("", **{cost: float(cost == name) for cost in COSTS}) for name in COSTS]
+    amounts = np.array([[unit.step_s(shape) for unit in units] for shape, _ in samples])
+    measured = np.array([seconds for _, seconds in samples])
+    relative = amounts / measured[:, None]
+    costs = nonnegative_least_squares(relative, np.ones_like(measured))
+    errors = np.abs(relative @ costs - 1)
+    return LinearStepTimes(
+        basis,
+        **dict(zip(COSTS, costs.tolist(), strict=True)),
+        median_error=float(np.median(errors)),
+        worst_error=float(errors.max()),
+        num_samples=len(samples),
+    )

@@ -1,0 +1,96 @@
+"""Step times: a sum of costs, and its fit."""
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdlab.costmodel import LinearStepTimes, StepShape, causal_pairs, fit_step_times
+from pdlab.costmodel.step_times import COSTS
+
+KNOWN = LinearStepTimes(
+    "made up",
+    base_s=0.05,
+    rows_s=0.03,
+    prompt_s=1e-3,
+    prompt_token_s=1.6e-3,
+    prompt_pair_s=6e-7,
+    decode_s=3e-3,
+    context_s=4e-6,
+    padded_context_s=1.5e-5,
+)
+
+
+def shapes() -> list[StepShape]:
+    """Decodes alike and unlike, prompts whole and cut, and both together."""
+    decodes = [(0, 0, 0), (1, 64, 64), (1, 1500, 1500), (2, 128, 64), (8, 4096, 512)]
+    decodes += [(32, 2048, 64), (8, 2240, 1792), (16, 2944, 1024)]
+    prompts = [(0, 0, 0), (1, 1, 1), (1, 256, causal_pairs(0, 256)), (4, 256, 4 * 2080)]
+    prompts += [(1, 1024, causal_pairs(0, 1024)), (1, 64, causal_pairs(1000, 64))]
+    return [StepShape(*p, *d) for p in prompts for d in decodes if p[0] or d[0]]
+
+
+def test_the_cost_of_a_step_is_the_sum_of_its_parts() -> None:
+    shape = StepShape(2, 300, 25_000, 3, 600, 400)
+    parts = 0.05 + 0.03 + 2 * 1e-3 + 300 * 1.6e-3 + 25_000 * 6e-7 + 3 * 3e-3
+    assert KNOWN.step_s(shape) == pytest.approx(parts + 600 * 4e-6 + 1200 * 1.5e-5)
+
+
+def test_a_step_of_one_token_needs_no_product_of_matrices() -> None:
+    alone = StepShape(0, 0, 0, 1, 64, 64)
+    assert KNOWN.step_s(alone) == pytest.approx(0.05 + 3e-3 + 64 * 1.9e-5)
+    assert KNOWN.step_s(StepShape(1, 1, 1, 0, 0)) == pytest.approx(0.05 + 1e-3 + 1.6e-3 + 6e-7)
+
+
+def test_where_the_longest_context_is_unknown_no_padding_counts() -> None:
+    assert KNOWN.step_s(StepShape(0, 0, 0, 4, 400)) == KNOWN.step_s(StepShape(0, 0, 0, 4, 400, 100))
+
+
+def test_exact_times_give_back_their_costs() -> None:
+    fit = fit_step_times([(shape, KNOWN.step_s(shape)) for shape in shapes()], "made up")
+    for name in COSTS:
+        assert getattr(fit, name) == pytest.approx(getattr(KNOWN, name), rel=1e-6), name
+    assert fit.worst_error < 1e-9
+    assert (fit.basis, fit.num_samples) == ("made up", len(shapes()))
+
+
+def test_noise_of_five_percent_leaves_every_step_near_the_truth() -> None:
+    draw = random.Random(1)
+    noisy = [(s, KNOWN.step_s(s) * draw.uniform(0.95, 1.05)) for s in shapes() for _ in range(5)]
+    fit = fit_step_times(noisy, "made up")
+    assert 0.01 < fit.median_error < 0.04
+    assert fit.worst_error < 0.1
+    for shape in shapes():
+        assert fit.step_s(shape) == pytest.approx(KNOWN.step_s(shape), rel=0.04)
+
+
+@given(st.lists(st.floats(1e-3, 1), min_size=len(shapes()), max_size=len(shapes())))
+def test_no_cost_is_negative_and_more_work_never_takes_less(seconds: list[float]) -> None:
+    fit = fit_step_times(list(zip(shapes(), seconds, strict=True)), "any")
+    assert all(getattr(fit, name) >= 0 for name in COSTS)
+    less, more = StepShape(1, 100, 5050, 2, 200, 100), StepShape(2, 200, 10_100, 3, 400, 150)
+    assert fit.step_s(less) <= fit.step_s(more)
+
+
+def test_json_gives_back_the_same_times() -> None:
+    fit = fit_step_times([(shape, KNOWN.step_s(shape)) for shape in shapes()], "made up")
+    assert LinearStepTimes.from_dict(json.loads(json.dumps(fit.to_dict()))) == fit
+
+
+@pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf, "1", True, None])
+def test_a_cost_that_is_no_cost_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="decode_s="):
+        replace(KNOWN, decode_s=value)
+
+
+def test_too_few_shapes_and_times_that_are_none_are_refused() -> None:
+    samples = [(shape, 0.1) for shape in shapes()]
+    with pytest.raises(ValueError, match=r"samples has 7 different shapes, the limit is 8"):
+        fit_step_times(samples[:7] * 3, "few")
+    for seconds in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"samples has seconds={seconds} of StepShape"):
+            fit_step_times([*samples, (shapes()[0], seconds)], "wrong")
