@@ -9,10 +9,19 @@ from pdlab.engine.engine import Engine
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.engine.naive import NaiveGenerator, NaiveOutput
 from pdlab.engine.output import Chunk, Completion, RequestOutput
+from pdlab.engine.policies import (
+    FCFS,
+    Deadline,
+    LongestPrefix,
+    Policy,
+    Priority,
+    ShortestJob,
+)
 from pdlab.engine.sequence import Sequence, SequenceState
 from pdlab.sampling import SamplingParams
 
 __all__ = [
+    "FCFS",
     "BeamNode",
     "BeamOutput",
     "BeamSearch",
@@ -20,17 +29,22 @@ __all__ = [
     "Chunk",
     "Completion",
     "Conversation",
+    "Deadline",
     "Engine",
     "EngineConfig",
     "Hypothesis",
+    "LongestPrefix",
     "NaiveGenerator",
     "NaiveOutput",
+    "Policy",
+    "Priority",
     "Prompt",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "Sequence",
     "SequenceState",
+    "ShortestJob",
     "Turn",
     "beam_search",
 ]

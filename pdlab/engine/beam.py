@@ -78,9 +78,7 @@ class BeamSearch:
         self.runner = ModelRunner.of(model, self.memory, self.config)
         self.scheduler = Scheduler(
             self.memory.manager,
-            max_num_seqs=beam_width,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            chunk_size=config.chunk_size,
+            replace(self.config, batching="mixed", max_num_seqs=beam_width, watermark=0.0),
         )
         self.steps: list[BeamStep] = []
         self.is_over = False

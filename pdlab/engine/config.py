@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pdlab.attention import BACKENDS
+from pdlab.engine.policies import Policy, as_policy
 from pdlab.kvcache import parse_kv_format
 from pdlab.requirements import (
     LARGEST_SEED,
@@ -66,7 +67,22 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     """Token budget of one step: prompt chunks and decodes together."""
     chunk_size: int | None = None
-    """Most prompt tokens of one sequence in one step; None leaves only the token budget."""
+    """Most prompt tokens of one sequence in one step; None leaves only the token budget. Where it
+    is less than the budget, short prompts run beside the chunks of a long one."""
+    batching: str = "mixed"
+    """What a step may hold: `static` (nobody joins until all of a batch have finished),
+    `prefill_first` or `decode_first` (one phase a step), or `mixed` (all decodes, and prompt chunks
+    up to the token budget). See `pdlab.engine.scheduler.Scheduler`."""
+    policy: str | Policy = "fcfs"
+    """Who of those that wait is admitted next: `fcfs`, `sjf` (shortest prompt), `priority` (lowest
+    number, with ageing), `deadline` (earliest TTFT deadline that can still be met) or
+    `longest_prefix` (most tokens in the prefix cache); or a `pdlab.Policy` of your own."""
+    max_overtakes: int = 100
+    """Later requests that may be admitted before one that waits: then the oldest is next, whatever
+    the policy."""
+    max_phase_steps: int = 16
+    """Most steps in a row that `prefill_first` and `decode_first` give to one phase while the other
+    one waits."""
     record_trace: bool = True
     """Keep every StepRecord in `engine.trace`."""
     top_k_recorded: int = 5
@@ -80,7 +96,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in POSITIVE:
             require_int(name, getattr(self, name), least=1)
-        for name in ("num_swap_blocks", "sink_tokens", "heavy_tokens", "top_k_recorded"):
+        for name in NOT_NEGATIVE:
             require_int(name, getattr(self, name), least=0)
         for name in ("exact", "record_trace", "enable_prefix_cache"):
             require_bool(name, getattr(self, name))
@@ -91,6 +107,8 @@ class EngineConfig:
             require_int("seed", self.seed, least=0, most=LARGEST_SEED)
         require_number("watermark", self.watermark, 0, 1)
         require_choice("preemption", self.preemption, ("auto", "recompute", "swap"))
+        require_choice("batching", self.batching, BATCHING_MODES)
+        as_policy(self.policy)
         require_choice("constraint_backend", self.constraint_backend, CONSTRAINT_BACKENDS)
         require_choice("attention_backend", self.attention_backend, ("auto", *BACKENDS))
         self._check_together()
@@ -136,7 +154,8 @@ class EngineConfig:
         return min(self.chunk_size or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """As JSON knows it."""
+        return asdict(replace(self, policy="fcfs")) | {"policy": str(as_policy(self.policy))}
 
 
 POSITIVE = (
@@ -145,4 +164,13 @@ POSITIVE = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "kv_head_groups",
+    "max_phase_steps",
 )
+NOT_NEGATIVE = (
+    "num_swap_blocks",
+    "sink_tokens",
+    "heavy_tokens",
+    "top_k_recorded",
+    "max_overtakes",
+)
+BATCHING_MODES = ("static", "prefill_first", "decode_first", "mixed")

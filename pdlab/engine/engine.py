@@ -26,7 +26,7 @@ from pdlab.engine.output import Chunk, FinishReason, RequestOutput
 from pdlab.engine.preemption import PreemptionPolicy
 from pdlab.engine.probe import Probe
 from pdlab.engine.recorder import Recorder, Spoken
-from pdlab.engine.request import Request, Sample, new_request
+from pdlab.engine.request import NO_URGENCY, Request, Sample, Urgency, new_request
 from pdlab.engine.runner import EXACT_ROW_TILE, ModelRunner, Runner, StepOutput
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
 from pdlab.engine.sequence import Sequence
@@ -74,14 +74,7 @@ class Engine:
         self.config = config
         self.memory: KVMemory | None = memory
         self.pool = memory.manager.pool
-        self.scheduler = Scheduler(
-            memory.manager,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            chunk_size=config.chunk_size,
-            watermark=config.watermark,
-            swaps=policy,
-        )
+        self.scheduler = Scheduler(memory.manager, config, swaps=policy)
         self.runner: Runner = ModelRunner.of(model, memory, config)
         self.compiler = Compiler(
             model.tokenizer, model.config.vocab_size, config.constraint_backend
@@ -122,12 +115,12 @@ class Engine:
             memory = self._require_open()
             if not self.scheduler.has_work:
                 return None
-            start_s = self._now()
+            start_s = self.now_s()
             clock = StageClock(self.model.decoder.device)
             sequences = [*self.scheduler.running, *self.scheduler.waiting]
             may_idle = memory.num_engines > 1 or any(s.paused for s in sequences)
             with undisturbed():
-                batch = self.scheduler.schedule()
+                batch = self.scheduler.schedule(start_s)
                 orders = memory.manager.take_orders()
                 self.runner.carry_out(orders)
                 self._note(batch)
@@ -170,7 +163,7 @@ class Engine:
         record = self._recorder.record(
             step=self._step,
             start_s=start_s,
-            wall_s=self._now() - start_s,
+            wall_s=self.now_s() - start_s,
             stage_s=clock.stage_s,
             batch=batch,
             output=output,
@@ -194,7 +187,7 @@ class Engine:
 
         Returns what became of the text, by sequence id.
         """
-        now_s = self._now()
+        now_s = self.now_s()
         spoken: dict[str, Spoken] = {}
         for part in batch.scheduled:
             for sequence in [part.sequence, *part.forks]:
@@ -228,17 +221,37 @@ class Engine:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> str:
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        ttft_slo_s: float | None = None,
+        arrival_s: float | None = None,
+    ) -> str:
         """Queue a request; it runs as `step()` is called. Returns its id.
+
+        Args:
+            priority: what `policy="priority"` goes by: the lower, the sooner.
+            ttft_slo_s: what `policy="deadline"` goes by: how long after its arrival the first token
+                is due; None for the policy's own.
+            arrival_s: when it came, on the clock of `now_s`, from which its latencies are counted;
+                None for now.
 
         Raises:
             ValueError: the prompt is empty, too long, or can never fit into the KV pool; or its
                 constraint is impossible.
         """
-        return self._submit(prompt, params).request_id
+        urgency = Urgency(priority, ttft_slo_s, arrival_s).checked(self.now_s())
+        return self._submit(prompt, params, urgency=urgency).request_id
 
     def _submit(
-        self, prompt: Prompt, params: SamplingParams | None, max_unread: int | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        max_unread: int | None = None,
+        urgency: Urgency = NO_URGENCY,
     ) -> Request:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
@@ -247,7 +260,7 @@ class Engine:
         admission.check_token_ids(self.model, params)
         text, prompt_ids = admission.tokenize(self.model, prompt)
         admission.check_fits(self.config, kept, prompt_ids, params)
-        arrival_s = self._now()
+        now_s = self.now_s()
         constraint, bad_words = self.compiler.constraint(params), self.compiler.bad_words(params)
         queued: list[Request] = []
         try:
@@ -260,16 +273,17 @@ class Engine:
                     params,
                     seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
                     uses_prefix_cache=self.config.enable_prefix_cache and params.prefix_cache,
-                    arrival_s=arrival_s,
+                    urgency=urgency,
+                    now_s=now_s,
                     model=self.model,
                     constraint=constraint,
                     bad_words=bad_words,
                 )
                 request.max_unread = max_unread
+                self.scheduler.add(request.samples[0].sequence)
                 self._recorder.add_request(request, params)
                 self._num_requests += 1
                 self.requests[request.request_id] = request
-                self.scheduler.add(request.samples[0].sequence)
                 queued.append(request)
             return request
         except BaseException:  # a Ctrl-C that was held back: nobody learns the request's id
@@ -286,7 +300,7 @@ class Engine:
             for sample in request.samples:
                 if not sample.finished:
                     self._end(request, sample, "abort")
-            self._recorder.add_abort(request_id, self._now())
+            self._recorder.add_abort(request_id, self.now_s())
             self._require_open().note_change()
 
     def collect(self, request_id: str) -> RequestOutput:
@@ -426,6 +440,10 @@ class Engine:
 
     # --- looking in ---------------------------------------------------------------------------
 
+    def now_s(self) -> float:
+        """Seconds since the engine was made: the clock of all times that it tells."""
+        return time.perf_counter() - self._epoch
+
     @property
     def trace(self) -> Trace:
         """Everything recorded since the engine was made."""
@@ -536,10 +554,6 @@ class Engine:
         self.close()
 
     # --- helpers ------------------------------------------------------------------------------
-
-    def _now(self) -> float:
-        """Seconds since the engine was made."""
-        return time.perf_counter() - self._epoch
 
     def _require_open(self) -> KVMemory:
         if self.memory is None:

@@ -64,13 +64,17 @@ class ForcedRun:
         kept = admission.retention(model, config)
         num_blocks = kept.peak_blocks(longest, min(chunk_size, longest), config.block_size)
         self.config = replace(
-            config, num_blocks=num_blocks, num_swap_blocks=0, preemption="recompute", max_num_seqs=1
+            config,
+            num_blocks=num_blocks,
+            num_swap_blocks=0,
+            preemption="recompute",
+            max_num_seqs=1,
+            max_num_batched_tokens=chunk_size,
+            chunk_size=None,
         )
         self.memory = admission.make_memory(model, self.config)
         self.runner = ModelRunner.of(model, self.memory, self.config)
-        self.scheduler = Scheduler(
-            self.memory.manager, max_num_seqs=1, max_num_batched_tokens=chunk_size
-        )
+        self.scheduler = Scheduler(self.memory.manager, self.config)
         self.peak_blocks = 0
         """Most blocks that a text has held at once."""
         self._sequence: Sequence | None = None

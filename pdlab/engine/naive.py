@@ -112,7 +112,7 @@ class NaiveGenerator:
             params,
             seed=seed if params.seed is None else params.seed,
             uses_prefix_cache=False,
-            arrival_s=time.perf_counter(),
+            now_s=time.perf_counter(),
             model=self.model,
             constraint=self._compiler.constraint(params),
             bad_words=self._compiler.bad_words(params),

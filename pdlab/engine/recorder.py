@@ -81,6 +81,7 @@ class Recorder:
             prompt_ids=list(first.sequence.prompt_ids),
             params=params.to_dict() | {"seed": first.sequence.seed},
             arrival_s=first.metrics.arrival_s,
+            priority=first.sequence.priority,
         )
 
     def add_abort(self, request_id: str, time_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pdlab.engine.detokenizer import Detokenizer
 from pdlab.engine.metrics import RequestMetrics
@@ -17,8 +18,35 @@ from pdlab.engine.output import (
 from pdlab.engine.sequence import Sequence, SequenceState
 from pdlab.engine.stops import StopFinder
 from pdlab.models import Model
+from pdlab.requirements import require_int, require_number
 from pdlab.sampling import Matcher, Sampled, SamplingParams, TokenLogprobs, mix
 from pdlab.trace import sample_ids
+
+MOST_PRIORITY = 10**9
+
+
+class Urgency(NamedTuple):
+    """What a policy may go by; see `Engine.submit`."""
+
+    priority: int = 0
+    ttft_slo_s: float | None = None
+    arrival_s: float | None = None
+
+    def checked(self, now_s: float) -> Urgency:
+        """Itself.
+
+        Raises:
+            ValueError: a value is of another kind, out of range, or in the future.
+        """
+        require_int("priority", self.priority, -MOST_PRIORITY, MOST_PRIORITY)
+        if self.ttft_slo_s is not None:
+            require_number("ttft_slo_s", self.ttft_slo_s, 0, 1e9)
+        if self.arrival_s is not None:
+            require_number("arrival_s", self.arrival_s, -1e9, now_s)
+        return self
+
+
+NO_URGENCY = Urgency()
 
 
 @dataclass(eq=False)
@@ -209,10 +237,11 @@ def new_request(
     *,
     seed: int,
     uses_prefix_cache: bool,
-    arrival_s: float,
+    now_s: float,
     model: Model,
     constraint: Matcher | None,
     bad_words: Matcher | None,
+    urgency: Urgency = NO_URGENCY,
 ) -> Request:
     """A request with `params.n` sequences: the first runs, the others fork off it.
 
@@ -222,6 +251,7 @@ def new_request(
         constraint, bad_words: their start states.
     """
     ends = [i for i in model.config.eos_token_ids if i < model.config.vocab_size]
+    arrival_s = now_s if urgency.arrival_s is None else urgency.arrival_s
     own_ends = [] if params.ignore_eos else ends
     samples = [
         Sample(
@@ -236,6 +266,9 @@ def new_request(
                 stop_ids=frozenset((*own_ends, *params.stop_token_ids)),
                 constraint=constraint and constraint.fork(),
                 bad_words=bad_words and bad_words.fork(),
+                arrival_s=arrival_s,
+                priority=urgency.priority,
+                ttft_slo_s=urgency.ttft_slo_s,
             ),
             RequestMetrics(arrival_s=arrival_s, num_prompt_tokens=len(prompt_ids)),
             Detokenizer(model.tokenizer, params.skip_special_tokens),

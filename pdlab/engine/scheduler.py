@@ -1,24 +1,28 @@
 """Who runs in the next step, and for how many tokens.
 
-First come, first served, with a token budget a step (Yu et al. 2022, Orca: iteration-level
-scheduling; Agrawal et al. 2024, Sarathi-Serve: prompt chunks beside decodes). This file knows
-sequences and numbers of blocks; it does not know the model, tensors or time.
+Two questions, two knobs. The batching mode says what a step may hold: decodes, prompts or both (Yu
+et al. 2022, Orca: iteration-level scheduling; Agrawal et al. 2024, Sarathi-Serve: prompt chunks
+beside decodes). The policy says who of those that wait is admitted next. This file knows sequences
+and numbers of blocks; it does not know the model or tensors, and the time only as a number that
+policies may ask for.
 """
 
 from __future__ import annotations
 
-from bisect import insort_left, insort_right
-from collections import deque
+from bisect import insort_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from pdlab.engine.config import EngineConfig
 from pdlab.engine.output import FinishReason
+from pdlab.engine.policies import Policy, QueueView, as_policy
 from pdlab.engine.sequence import Sequence, SequenceState
+from pdlab.engine.waiting import WaitingQueue
 from pdlab.kvcache import Hits, KVManager
 from pdlab.trace import Phase
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class ScheduledSequence:
     """A sequence's part of a step: its tokens `start` to `start + num_tokens - 1` are computed."""
 
@@ -62,10 +66,18 @@ class ScheduledSequence:
 class ScheduledBatch:
     """What one step computes. Decodes come first, then prompt chunks."""
 
+    budget: int
+    """Tokens that may still be added."""
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     blocks_freed: list[int] = field(default_factory=list)
     """Blocks that preemption gave back before this step's own were taken."""
+    starved: bool = False
+    """Whether somebody who runs found no blocks to go on."""
+    shut: bool = False
+    """Whether the next who waits was asked for, and had no room."""
+    made_wait: bool = False
+    """Whether the phase that goes first took the step and the other one has work."""
 
     @property
     def num_tokens(self) -> int:
@@ -75,15 +87,29 @@ class ScheduledBatch:
 class Scheduler:
     """Keeps the queues and asks the manager for blocks.
 
-    `running` and `waiting` are both in order of arrival, and everyone in `running` arrived before
-    everyone in `waiting`: admission takes the oldest that waits, preemption the youngest that
-    runs. So the oldest sequence always gets on, and with it, in the end, all.
+    Batching modes:
+        static         those that wait when nothing runs are the batch; nobody joins until all of it
+                       has finished. Prompts first, then decodes.
+        prefill_first  a step holds prompts or decodes; prompts as long as there are any.
+        decode_first   a step holds prompts or decodes; decodes as long as there are any.
+                       (In these three, one that returns from host memory may decode at once.)
+        mixed          a step holds all decodes, and chunks of prompts up to the token budget.
+
+    No phase starves: in the two modes with an order, the first gets at most `max_phase_steps` steps
+    in a row while the other waits; in mixed steps decodes go first, and those who have a seat
+    number less than the budget has tokens, so a prompt that has one gets on.
+
+    `running` is in order of turn: of first admission. Preemption takes the last of them, and they
+    come back before anybody new and in their old order. So the first always gets on, and with it,
+    in the end, all. The order in which new ones are admitted is the policy's; see `WaitingQueue`.
 
     A paused sequence is passed over, and those behind it may overtake. It keeps its blocks and its
     seat only as long as nobody else needs them; when it goes on it has its old place in the order.
 
     Args:
-        watermark: part of the pool that admission leaves free, for those that run to grow.
+        config: the knobs: batching, policy, max_overtakes, max_phase_steps, max_num_seqs,
+            max_num_batched_tokens, chunk_size and watermark, the part of the pool that admission
+            leaves free, for those that run to grow.
         swaps: whether a sequence about to be preempted should go to host memory rather than be
             computed again; asked only where host memory has room.
     """
@@ -91,22 +117,26 @@ class Scheduler:
     def __init__(
         self,
         kv: KVManager,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        chunk_size: int | None = None,
-        watermark: float = 0.0,
+        config: EngineConfig,
         swaps: Callable[[Sequence], bool] = lambda sequence: True,
     ):
         self.kv = kv
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.chunk_size = min(chunk_size or max_num_batched_tokens, max_num_batched_tokens)
-        self.blocks_kept_free = int(watermark * kv.pool.num_blocks)
+        self.batching = config.batching
+        self.policy: Policy = as_policy(config.policy)
+        self.max_num_seqs = config.max_num_seqs
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_phase_steps = config.max_phase_steps
+        self.chunk_size = config.largest_chunk
+        self.blocks_kept_free = int(config.watermark * kv.pool.num_blocks)
         self.swaps = swaps
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue(self.policy, config.max_overtakes)
         self.running: list[Sequence] = []
         self._num_arrivals = 0
+        self._num_turns = 0
+        self._num_phase_steps = 0
+        """Steps in a row that made the other phase wait."""
+        self._num_to_join = 0
+        """How many may still join the static batch."""
 
     @property
     def has_work(self) -> bool:
@@ -115,41 +145,83 @@ class Scheduler:
     @property
     def num_seats_taken(self) -> int:
         """Sequences that run, and those that will fork off them."""
-        return sum(1 + len(s.forks) for s in self.running)
+        return len(self.running) + sum(len(s.forks) for s in self.running)
 
     def add(self, sequence: Sequence) -> None:
+        """Let a new sequence wait, with its forks.
+
+        Raises:
+            ValueError: the policy has no rank for it.
+        """
         self._num_arrivals += 1
         for each in (sequence, *sequence.forks):
             each.arrival = self._num_arrivals
-        self.waiting.append(sequence)
+        self.waiting.add(sequence, QueueView(sequence.arrival_s, self.kv))
 
-    def schedule(self) -> ScheduledBatch:
+    def schedule(self, now_s: float = 0.0) -> ScheduledBatch:
         """Choose the next step's tokens and take the blocks they need.
 
         May be called again when the step it planned did not happen: nothing is computed twice.
+
+        Args:
+            now_s: the time, on the clock of the sequences' `arrival_s`.
+
+        Raises:
+            ValueError: the policy has no rank for one that waits; nothing is lost.
         """
-        batch = ScheduledBatch()
-        budget = self.max_num_batched_tokens
-        awake = [s for s in self.running if not s.paused]
-        decodes = [s for s in awake if s.phase == "decode"]
-        prefills = [s for s in awake if s.phase == "prefill"]
-        starved = False
-        for sequence in decodes + prefills:
-            if sequence.state is SequenceState.PREEMPTED or budget == 0:
-                continue
-            num_tokens = min(sequence.num_uncomputed_tokens, budget, self.chunk_size)
-            if self._make_room(sequence, num_tokens, batch):
-                self._plan(sequence, num_tokens, batch)
-                budget -= num_tokens
+        batch = ScheduledBatch(self.max_num_batched_tokens)
+        for phase in self._phases():
+            if batch.scheduled and self.batching != "mixed":
+                break
+            if phase == "decode":
+                self._add_decodes(batch)
             else:
-                starved = True
-        if not starved and not batch.preempted:
-            self._admit(budget, batch)
-        elif self.running and not batch.scheduled:
+                self._add_prompts(batch, now_s)
+        if self.running and not batch.scheduled and (batch.starved or batch.preempted):
             # Other engines hold the rest of the blocks. Two that wait for each other never end.
             self._preempt(self._victim(), batch)
         batch.scheduled.sort(key=lambda part: part.phase)  # one that comes back may decode at once
+        batch.made_wait = self._makes_wait(batch)
         return batch
+
+    def _phases(self) -> tuple[Phase, Phase]:
+        """What a step takes up first, and second."""
+        first: Phase = "decode" if self.batching in ("mixed", "decode_first") else "prefill"
+        if self.batching.endswith("_first") and self._num_phase_steps >= self.max_phase_steps:
+            first = "prefill" if first == "decode" else "decode"
+        return first, "prefill" if first == "decode" else "decode"
+
+    def _add_decodes(self, batch: ScheduledBatch) -> None:
+        """One more token for each that decodes."""
+        for sequence in [s for s in self.running if s.phase == "decode" and not s.paused]:
+            self._go_on(sequence, batch)
+
+    def _add_prompts(self, batch: ScheduledBatch, now_s: float) -> None:
+        """Chunks of the prompts that are under way, then new ones."""
+        for sequence in [s for s in self.running if s.phase == "prefill" and not s.paused]:
+            self._go_on(sequence, batch)
+        if not batch.starved and not batch.preempted:
+            self._admit(batch, QueueView(now_s, self.kv))
+
+    def _go_on(self, sequence: Sequence, batch: ScheduledBatch) -> None:
+        """Take a sequence that runs into the batch, if there is budget and room for it."""
+        if sequence.state is SequenceState.PREEMPTED or not batch.budget:
+            return
+        num_tokens = min(sequence.num_uncomputed_tokens, batch.budget, self.chunk_size)
+        if self._make_room(sequence, num_tokens, batch):
+            self._plan(sequence, num_tokens, batch)
+        else:
+            batch.starved = True
+
+    def _makes_wait(self, batch: ScheduledBatch) -> bool:
+        """Whether the phase that goes first has this step, and the other one has work."""
+        holds_prompts = any(part.phase == "prefill" for part in batch.scheduled)
+        if self.batching == "prefill_first":
+            return holds_prompts and any(s.phase == "decode" and not s.paused for s in self.running)
+        if self.batching == "decode_first":
+            prompts = [s for s in self.running if s.phase == "prefill"]
+            return not holds_prompts and not all(s.paused for s in [*prompts, *self.waiting])
+        return False
 
     def update(self, batch: ScheduledBatch, sampled: Mapping[str, list[int]]) -> list[int]:
         """Book what a step computed.
@@ -160,6 +232,7 @@ class Scheduler:
         Returns:
             the blocks that fell out of a window and are free now.
         """
+        self._num_phase_steps = self._num_phase_steps + 1 if batch.made_wait else 0
         freed = []
         for part in batch.scheduled:
             sequence = part.sequence
@@ -182,6 +255,53 @@ class Scheduler:
         self.running[seat:seat] = forks
         behind.forks = []
 
+    # --- many steps at once ---------------------------------------------------------------------
+
+    def num_repeats(self, batch: ScheduledBatch, most: int) -> int:
+        """How often the batch that was just booked would come again, up to `most` times.
+
+        As long as nobody ends and nobody new comes, a step in which everybody decodes is followed
+        by the same one, if nobody who waits can be admitted and there are blocks for all.
+        """
+        parts = batch.scheduled
+        is_whole = len(parts) == len(self.running) and all(p.phase == "decode" for p in parts)
+        if not is_whole or batch.preempted or self.kv.retention.window is not None:
+            return 0
+        if any(s.paused for s in self.running) or not self._stays_shut(batch):
+            return 0
+        if batch.made_wait:
+            most = min(most, self.max_phase_steps - self._num_phase_steps)
+        while most > 0 and self._blocks_for(most) > self.kv.pool.num_free:
+            most //= 2
+        return max(0, most)
+
+    def _stays_shut(self, batch: ScheduledBatch) -> bool:
+        """Whether nobody who waits can be admitted, however long it waits."""
+        if not self.waiting or batch.made_wait or self.batching == "static":
+            return True
+        is_full = self.num_seats_taken >= self.max_num_seqs
+        return batch.shut and (is_full or not self.policy.changes)  # the same one is next, then
+
+    def _blocks_for(self, num_steps: int) -> int:
+        """Blocks that those who run take in so many decode steps."""
+        return sum(self.kv.blocks_missing(s, num_steps) for s in self.running)
+
+    def repeat(self, batch: ScheduledBatch, num_steps: int, token_id: int = 0) -> None:
+        """Book `num_steps` further steps like `batch`; at most `num_repeats` are possible.
+
+        Args:
+            token_id: what each of them samples.
+        """
+        for sequence in self.running:
+            self.kv.grow(sequence, num_steps)
+            sequence.num_computed_tokens += num_steps
+            sequence.token_ids += [token_id] * num_steps
+            self.kv.register(sequence)
+        if batch.made_wait:
+            self._num_phase_steps += num_steps
+
+    # --- leaving --------------------------------------------------------------------------------
+
     def finish(self, sequence: Sequence, reason: FinishReason) -> list[int]:
         """End a sequence, wherever it is; returns the blocks that this freed."""
         if sequence.state is SequenceState.FINISHED:
@@ -194,27 +314,40 @@ class Scheduler:
         sequence.finish_reason = reason
         return self.kv.release(sequence)
 
-    def _admit(self, budget: int, batch: ScheduledBatch) -> None:
-        """Start waiting sequences, oldest first, while all their known tokens would fit."""
-        while budget > 0 and (sequence := self._next_waiting()):
+    # --- admission ------------------------------------------------------------------------------
+
+    def _admit(self, batch: ScheduledBatch, view: QueueView) -> None:
+        """Start those that wait, in the queue's order, while all their known tokens would fit."""
+        if not self.running:
+            self._num_to_join = len(self.waiting)
+        while batch.budget and self._is_open and (sequence := self.waiting.next(view)):
             hits = self.kv.look_up(sequence)
             if not self._has_room(sequence, hits):
                 if not (paused := [s for s in self.running if s.paused]):
+                    self._num_to_join, batch.shut = 0, True
                     break
                 self._preempt(paused[-1], batch)
                 continue
             if sequence.state is SequenceState.WAITING:
                 self.kv.count(sequence, hits)
+                self._give_turn(sequence)
             sequence.num_cached_tokens = self.kv.start(sequence, hits)
             self.waiting.remove(sequence)
-            insort_right(self.running, sequence, key=_arrival)
+            insort_right(self.running, sequence, key=_turn)
             sequence.state = SequenceState.PREFILLING
-            num_tokens = min(sequence.num_uncomputed_tokens, budget, self.chunk_size)
+            self._num_to_join -= 1
+            num_tokens = min(sequence.num_uncomputed_tokens, batch.budget, self.chunk_size)
             self._plan(sequence, num_tokens, batch)
-            budget -= num_tokens
 
-    def _next_waiting(self) -> Sequence | None:
-        return next((s for s in self.waiting if not s.paused), None)
+    @property
+    def _is_open(self) -> bool:
+        """Whether somebody may join those who run."""
+        return self.batching != "static" or self._num_to_join > 0
+
+    def _give_turn(self, sequence: Sequence) -> None:
+        self._num_turns += 1
+        for each in (sequence, *sequence.forks):
+            each.turn = self._num_turns
 
     def _has_room(self, sequence: Sequence, hits: Hits) -> bool:
         """Whether there are seats for a waiting sequence and blocks for all that is known of it."""
@@ -238,6 +371,7 @@ class Scheduler:
             num_cached_tokens=sequence.num_cached_tokens,
         )
         batch.scheduled.append(part)
+        batch.budget -= num_tokens
 
     def _make_room(self, sequence: Sequence, num_tokens: int, batch: ScheduledBatch) -> bool:
         """Preempt the youngest, one after the other, until `sequence` can grow.
@@ -264,12 +398,12 @@ class Scheduler:
         """Take a sequence's blocks away: its K and V go to host memory, or are computed again."""
         swaps = self.kv.can_swap_out(sequence) and self.swaps(sequence)
         self.running.remove(sequence)
-        insort_left(self.waiting, sequence, key=_arrival)
+        self.waiting.put_back(sequence)
         sequence.state = SequenceState.PREEMPTED
         sequence.num_cached_tokens = 0
         batch.blocks_freed += self.kv.swap_out(sequence) if swaps else self.kv.release(sequence)
         batch.preempted.append(sequence)
 
 
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival
+def _turn(sequence: Sequence) -> int:
+    return sequence.turn

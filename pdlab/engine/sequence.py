@@ -66,6 +66,14 @@ class Sequence:
     """Not to run for now: its reader has not taken what is there."""
     arrival: int = 0
     """Its place in the order in which requests came; samples of one request share it."""
+    turn: int = 0
+    """Its place in the order in which requests were first admitted; 0 before."""
+    arrival_s: float = 0.0
+    """When it came."""
+    priority: int = 0
+    """What the policy `priority` goes by: the lower, the sooner."""
+    ttft_slo_s: float | None = None
+    """What the policy `deadline` goes by: the latest first token, counted from the arrival."""
     state: SequenceState = SequenceState.WAITING
     finish_reason: FinishReason | None = None
 

@@ -175,6 +175,8 @@ class RequestRecord:
     prompt_ids: list[int]
     params: dict
     arrival_s: float
+    priority: int = 0
+    """The lower, the sooner, where a policy goes by it."""
 
     @property
     def sequence_ids(self) -> list[str]:

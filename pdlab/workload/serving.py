@@ -27,8 +27,8 @@ class SLO(NamedTuple):
         Raises:
             ValueError: a limit is negative or no number.
         """
-        require_number("ttft_s", self.ttft_s, 0)
-        require_number("tpot_s", self.tpot_s, 0)
+        require_number("ttft_s", self.ttft_s, 0, 1e9)
+        require_number("tpot_s", self.tpot_s, 0, 1e9)
         return self
 
 
@@ -151,7 +151,7 @@ def _requests_of(trace: Trace, start_s: float) -> dict[str, ServedRequest]:
         name: ServedRequest(
             name,
             RequestMetrics(r.arrival_s - start_s, num_prompt_tokens=len(r.prompt_ids)),
-            priority=r.params.get("priority", 0),
+            priority=r.priority,
         )
         for r in trace.requests.values()
         for name in sample_ids(r.request_id, r.params.get("n", 1))
