@@ -271,6 +271,14 @@ def test_one_in_five_of_the_mix_is_a_document_and_goes_last() -> None:
     assert statistics.median(documents) > 5 * statistics.median(chat)
 
 
+def test_parts_of_the_mix_have_random_streams_of_their_own() -> None:
+    """From one stream, every document would come at four times the arrival of a chat."""
+    requests = WORKLOADS["mixed"](500)
+    chat, documents = ([r.arrival_s for r in requests if r.priority == p] for p in (0, 1))
+    assert documents[0] != pytest.approx(4 * chat[0], rel=1e-3)
+    assert documents[9] != pytest.approx(4 * chat[9], rel=1e-3)
+
+
 def test_a_named_workload_can_come_in_bursts() -> None:
     def variation(cv: float) -> float:
         times = [request.arrival_s for request in WORKLOADS["short chat"](5000, cv=cv)]
