@@ -5,6 +5,7 @@ This room knows shapes and never tensors; only `calibrate` runs torch, to time i
 
 from pdlab.costmodel.calibrate import calibrate
 from pdlab.costmodel.cost import Chunk, StepCost, causal_pairs, dense_step_cost, step_cost
+from pdlab.costmodel.distserve import DistServeStepTimes, load_distserve_profile
 from pdlab.costmodel.fit import LinearQuadraticFit, fit_linear_quadratic
 from pdlab.costmodel.hardware import Hardware, Provenance, load_hardware
 from pdlab.costmodel.memory import activation_bytes, kv_bytes, score_matrix_bytes, weight_bytes
@@ -18,17 +19,31 @@ from pdlab.costmodel.predict import (
     ridge_point,
 )
 from pdlab.costmodel.preemption import PreemptionCost, link_bytes_s, preemption_cost
+from pdlab.costmodel.published import PUBLISHED, PublishedMachine, published, read_splitwise
+from pdlab.costmodel.roofline_times import (
+    Overheads,
+    RooflineStepTimes,
+    ServedBatch,
+    fit_overheads,
+    relative_errors,
+)
 from pdlab.costmodel.step_times import LinearStepTimes, StepShape, StepTimes, fit_step_times
 
 __all__ = [
+    "PUBLISHED",
     "Chunk",
+    "DistServeStepTimes",
     "Hardware",
     "LinearQuadraticFit",
     "LinearStepTimes",
+    "Overheads",
     "Prediction",
     "PreemptionCost",
     "Provenance",
+    "PublishedMachine",
     "RequestPrediction",
+    "RooflineStepTimes",
+    "ServedBatch",
     "StepCost",
     "StepShape",
     "StepTimes",
@@ -37,15 +52,20 @@ __all__ = [
     "causal_pairs",
     "dense_step_cost",
     "fit_linear_quadratic",
+    "fit_overheads",
     "fit_step_times",
     "kv_bytes",
     "link_bytes_s",
+    "load_distserve_profile",
     "load_hardware",
     "mbu",
     "mfu",
     "predict",
     "predict_request",
     "preemption_cost",
+    "published",
+    "read_splitwise",
+    "relative_errors",
     "ridge_point",
     "score_matrix_bytes",
     "step_cost",

@@ -75,7 +75,7 @@ def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
     scales = np.abs(matrix).max(axis=0)
     scales[scales == 0] = 1.0  # a column of zeros gets no part in any case
     # Rotated, many rows become one for each column: what is minimised stays the same.
-    rotated = np.linalg.qr(np.column_stack([matrix / scales, target]), mode="r")
+    rotated = np.asarray(np.linalg.qr(np.column_stack([matrix / scales, target]), mode="r"))
     scaled, target = rotated[:, :-1], rotated[:, -1]
     num_columns = matrix.shape[1]
     best, best_error = np.zeros(num_columns), float(target @ target)

@@ -7,8 +7,8 @@ grows in jumps), so a fit carries its own error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -140,16 +140,19 @@ def fit_step_times(samples: Sequence[tuple[StepShape, float]], basis: str) -> Li
     for shape, seconds in samples:
         if not 0 < seconds < LONGEST_S:
             raise ValueError(f"samples has seconds={seconds} of {shape}, not above the limit 0")
-    units = [LinearStepTimes("", **{cost: float(cost == name) for cost in COSTS}) for name in COSTS]
+    units = [_with_costs("", [float(cost == name) for cost in COSTS]) for name in COSTS]
     amounts = np.array([[unit.step_s(shape) for unit in units] for shape, _ in samples])
     measured = np.array([seconds for _, seconds in samples])
     relative = amounts / measured[:, None]
     costs = nonnegative_least_squares(relative, np.ones_like(measured))
     errors = np.abs(relative @ costs - 1)
-    return LinearStepTimes(
-        basis,
-        **dict(zip(COSTS, costs.tolist(), strict=True)),
+    return replace(
+        _with_costs(basis, costs.tolist()),
         median_error=float(np.median(errors)),
         worst_error=float(errors.max()),
         num_samples=len(samples),
     )
+
+
+def _with_costs(basis: str, costs: Iterable[float]) -> LinearStepTimes:
+    return LinearStepTimes.from_dict({"basis": basis} | dict(zip(COSTS, costs, strict=True)))
