@@ -1,0 +1,314 @@
+"""Measure how long steps of every shape take on this machine: the simulator's clock.
+
+The steps are those of a real engine, timed from one call to the next, with all it does beside the
+model. What is left out is how a step came about: contexts are filled by a runner that computes
+nothing, because the time of a decode depends on how much it reads and not on what.
+
+The coefficients go to the user's cache directory, one file for each machine, model and set of knobs
+that decides how long a step takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from tqdm.auto import tqdm
+
+from pdlab.costmodel import LinearStepTimes, fit_step_times
+from pdlab.engine import Engine, EngineConfig, admission
+from pdlab.engine.runner import StepOutput
+from pdlab.engine.scheduler import ScheduledBatch
+from pdlab.engine.timing import StageClock
+from pdlab.kvcache import blocks_for
+from pdlab.machine import processor_name
+from pdlab.models import Model
+from pdlab.models.cache import cache_dir
+from pdlab.sampling import Sampled, SamplingParams
+from pdlab.workload.step_shapes import Sample, shape_of_record
+
+CACHE_FORMAT = 1
+"""Raised when a measurement changes its meaning, so that older files are not read."""
+ROUNDS, ENOUGH_S = 5, 0.6
+"""Every step is measured once a round, so that a busy minute does not slow one shape alone; those
+that have run for so many seconds sit out."""
+DECODES_FOR = 16
+"""Tokens that a decode may generate: more than there are steps in a scene."""
+TIMING_KNOBS = (
+    "block_size",
+    "kv_format",
+    "kv_head_groups",
+    "window",
+    "sink_tokens",
+    "heavy_tokens",
+    "exact",
+    "attention_backend",
+    "record_trace",
+    "top_k_recorded",
+)
+"""Knobs of the engine that decide how long a step of a given shape takes."""
+
+
+class Prompts(NamedTuple):
+    """Prompts computed together in one step, each behind `start` tokens that are cached."""
+
+    lengths: tuple[int, ...] = ()
+    start: int = 0
+
+
+class Scene(NamedTuple):
+    """Decodes, and what is computed beside them: one step for each entry of `beside`."""
+
+    contexts: tuple[int, ...]
+    """Tokens that each decode reads in the first of the steps."""
+    beside: tuple[Prompts, ...]
+
+
+ALONE = Prompts()
+SCENES = (
+    *(Scene((), (Prompts((n,)),)) for n in (1, 16, 64, 128, 256, 512, 1024, 2048)),
+    *(Scene((), (Prompts((length,) * n),)) for length, n in ((16, 8), (64, 4), (256, 2))),
+    Scene((), (Prompts((64,), 512), Prompts((256,), 256), Prompts((512,), 512))),
+    Scene((), (Prompts((256,), 1536),)),
+    Scene((64,), (ALONE, Prompts((64,)), Prompts((256,)))),
+    *(Scene((context,), (ALONE,)) for context in (512, 1792)),
+    Scene((1024,), (ALONE, Prompts((128,)))),
+    *(Scene((64,) * n, (ALONE,)) for n in (2, 4, 6, 12, 16, 24)),
+    Scene((64,) * 8, (ALONE, Prompts((32,)), Prompts((128,)))),
+    Scene((64,) * 32, (ALONE, Prompts((64,)), Prompts((256,)))),
+    *(Scene((256,) * n, (ALONE,)) for n in (2, 4, 16, 32)),
+    Scene((256,) * 8, (ALONE, Prompts((64,)), Prompts((256,)), Prompts((64, 64)))),
+    *(Scene((512,) * n, (ALONE,)) for n in (4, 8, 16)),
+    *(Scene((1024,) * n, (ALONE,)) for n in (2, 8)),
+    Scene((1024,) * 4, (ALONE, Prompts((256,)), Prompts((256,), 512))),
+    Scene((1792, *(64,) * 7), (ALONE, Prompts((256,), 256))),
+    Scene((1024, *(128,) * 15), (ALONE,)),
+    Scene((1024, 512, 256, 128), (ALONE,)),
+)
+"""The steps that are measured: decodes by number and context, prompts, and both together."""
+WARM_UP = (8, 8), {0: Prompts(), 1: Prompts((32,)), 2: Prompts((32,))}
+"""Contexts and prompts of steps that do not count: the first ones of a process are slower."""
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+class IdleRunner:
+    """Computes nothing: every token that is asked for is token 0, at once.
+
+    With it the engine does all that it does beside the model, and nothing else.
+    """
+
+    def carry_out(self, orders: Iterable[object]) -> None:
+        """Move no block: nothing stands in them."""
+
+    def commit(self) -> None:
+        """Nothing is left to do."""
+
+    def run(self, batch: ScheduledBatch, clock: StageClock, step: int) -> StepOutput:
+        """A token for each sequence that is up to date."""
+        token = Sampled(0, 1.0, [])
+        drawers = [drawer for part in batch.scheduled for drawer in part.drawers]
+        return StepOutput({drawer.sequence_id: [token] for drawer in drawers})
+
+
+@contextmanager
+def computing_nothing(engine: Engine) -> Iterator[None]:
+    """Inside the `with` block the engine's steps run on an `IdleRunner`."""
+    runner = engine.runner
+    engine.runner = IdleRunner()
+    try:
+        yield
+    finally:
+        engine.runner = runner
+
+
+def measure_steps(
+    model: Model, config: EngineConfig | None = None, *, progress: bool = False
+) -> list[Sample]:
+    """Run steps of many shapes on a real engine: the median seconds of each.
+
+    Some 40 seconds for `smollm2-135m` on two cores. The engine is one of its own, with the knobs of
+    `config` that decide how long a step takes (`TIMING_KNOBS`) and room for all shapes, so that
+    what is measured holds for any budget, pool and policy. Shapes that are longer than the model
+    takes are left out.
+    """
+    config = config or EngineConfig()
+    limit = model.config.max_model_len
+    scenes = [_possible(scene, limit, bool(config.heavy_tokens)) for scene in SCENES]
+    taken: dict[tuple[int, int], list[Sample]] = {}
+    with Engine(model, _measuring(config, scenes)) as engine:
+        draw = random.Random(0)
+        list(_play(engine, *WARM_UP, draw))
+        turns = [(n, scene) for _ in range(ROUNDS) for n, scene in enumerate(scenes)]
+        for n, scene in tqdm(turns, desc="measuring steps", disable=not progress):
+            left = {
+                i: prompts
+                for i, prompts in enumerate(scene.beside)
+                if sum(seconds for _, seconds in taken.get((n, i), ())) < ENOUGH_S
+            }
+            for i, sample in _play(engine, scene.contexts, left, draw):
+                taken.setdefault((n, i), []).append(sample)
+    return [
+        (samples[0][0], median(seconds for _, seconds in samples)) for samples in taken.values()
+    ]
+
+
+def _possible(scene: Scene, limit: int, forgets: bool) -> Scene:
+    """The scene without what is longer than `limit` tokens, or needs a prefix cache."""
+    most = max(scene.contexts, default=0) + 2 * len(scene.beside)  # decodes grow with each step
+    beside = tuple(
+        prompts
+        for prompts in scene.beside
+        if max(most, prompts.start + max(prompts.lengths, default=0)) < limit
+        and not (forgets and prompts.start)
+    )
+    return Scene(scene.contexts, beside)
+
+
+def _measuring(config: EngineConfig, scenes: Sequence[Scene]) -> EngineConfig:
+    """The knobs of `config` that matter, in an engine with room for every scene."""
+    steps = [(scene.contexts, prompts) for scene in scenes for prompts in scene.beside]
+    tokens = max(sum(c) + len(p.lengths) * p.start + sum(p.lengths) for c, p in steps)
+    sequences = max(len(contexts) + len(prompts.lengths) for contexts, prompts in steps)
+    return EngineConfig(
+        **{name: getattr(config, name) for name in TIMING_KNOBS},
+        num_blocks=blocks_for(tokens, config.block_size) + 2 * sequences,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=max(tokens, sequences),
+        enable_prefix_cache=not config.heavy_tokens,
+        preemption="recompute",
+        watermark=0,
+    )
+
+
+def _play(
+    engine: Engine, contexts: Sequence[int], beside: dict[int, Prompts], draw: random.Random
+) -> Iterator[tuple[int, Sample]]:
+    """Time a step for each entry of `beside`, with decodes that read `contexts`."""
+    if not beside:
+        return
+    with computing_nothing(engine):
+        decodes = [_submit(engine, _tokens(engine, c - 1, draw), DECODES_FOR) for c in contexts]
+        if decodes:
+            engine.step()
+    for i, prompts in beside.items():
+        ids = _submit_prompts(engine, prompts, draw)
+        start_s = time.perf_counter()
+        record = engine.step()
+        seconds = time.perf_counter() - start_s
+        assert record is not None, "there was something to compute"
+        for request_id in ids:
+            engine.collect(request_id)
+        yield i, (shape_of_record(record), seconds)
+    for request_id in decodes:
+        engine.abort(request_id)
+        engine.collect(request_id)
+
+
+def _submit_prompts(engine: Engine, prompts: Prompts, draw: random.Random) -> list[str]:
+    """Queue prompts of which the first `start` tokens are in the prefix cache."""
+    whole = [_tokens(engine, prompts.start + n, draw) for n in prompts.lengths]
+    if prompts.start:
+        with computing_nothing(engine):
+            cached = [_submit(engine, tokens[: prompts.start], 1) for tokens in whole]
+            engine.step()
+        for request_id in cached:
+            engine.collect(request_id)
+    return [_submit(engine, tokens, 1) for tokens in whole]
+
+
+def _tokens(engine: Engine, number: int, draw: random.Random) -> list[int]:
+    """A prompt that no other begins like."""
+    return draw.choices(range(engine.model.config.vocab_size), k=max(1, number))
+
+
+def _submit(engine: Engine, tokens: list[int], max_tokens: int) -> str:
+    return engine.submit(tokens, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+
+
+# --- the cache -----------------------------------------------------------------------------------
+
+
+def measured_step_times(
+    model: Model,
+    config: EngineConfig | None = None,
+    *,
+    refresh: bool = False,
+    progress: bool = False,
+) -> LinearStepTimes:
+    """How long steps take on this machine: measured the first time, then from the cache.
+
+    Args:
+        config: only its `TIMING_KNOBS` matter.
+        refresh: measure again and replace what is cached.
+    """
+    config = admission.resolve(model, config or EngineConfig())
+    key = _key(model, config)
+    path = _cache_path(key)
+    if not refresh and (cached := _load(path, key)):
+        return cached
+    basis = (
+        f"measured on {key['processor']}, {key['num_threads']} threads, {key['device']}, "
+        f"{date.today().isoformat()}: {model.name}, {key['dtype']}"
+    )
+    times = fit_step_times(measure_steps(model, config, progress=progress), basis)
+    _save(path, key, times)
+    return times
+
+
+def _key(model: Model, config: EngineConfig) -> dict[str, Any]:
+    """What the times depend on."""
+    device = model.decoder.device
+    on_gpu = device.type == "cuda"
+    return {
+        "format": CACHE_FORMAT,
+        "processor": torch.cuda.get_device_name(device) if on_gpu else processor_name(),
+        "num_threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "device": str(device),
+        "dtype": str(model.decoder.dtype).removeprefix("torch."),
+        "model": model.name,
+        "shape": model.config.to_dict(),
+        "knobs": {name: getattr(config, name) for name in TIMING_KNOBS},
+    }
+
+
+def _cache_path(key: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_dir() / "step_times" / f"{digest[:16]}.json"
+
+
+def _load(path: Path, key: dict[str, Any]) -> LinearStepTimes | None:
+    """The cached times; None where there are none that can be trusted."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return LinearStepTimes.from_dict(stored["step_times"]) if stored["key"] == key else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _save(path: Path, key: dict[str, Any], times: LinearStepTimes) -> None:
+    """Write in one move, so that no reader sees half of it.
+
+    A cache that cannot be written costs only time, at the next call.
+    """
+    text = json.dumps({"key": key, "step_times": times.to_dict()}, indent=2)
+    unfinished = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink()
