@@ -27,8 +27,10 @@ from pdlab.workbench.experiments import (
 )
 from pdlab.workbench.format_lab import FormatLab
 from pdlab.workbench.frames import stepper_frames
+from pdlab.workbench.gantt import Gantt
 from pdlab.workbench.kv_costs import KVCost, greedy_agreement, kv_costs, topic_tokens
 from pdlab.workbench.kv_study import Study, format_configs, recorded_study, window_configs
+from pdlab.workbench.latency_view import LatencyView
 from pdlab.workbench.lesson import Predictions, glossary, progress
 from pdlab.workbench.memory_ledger import MemoryLedger
 from pdlab.workbench.notebooks import execute_notebook
@@ -45,7 +47,9 @@ __all__ = [
     "Chat",
     "ConstraintLab",
     "FormatLab",
+    "Gantt",
     "KVCost",
+    "LatencyView",
     "MemoryLedger",
     "Predictions",
     "RooflineView",

@@ -1,4 +1,7 @@
-"""Figures: pure functions from a Trace to a plotly Figure. Show one with `pdlab.workbench.show`."""
+"""Figures: pure functions from a Trace or a ServingRun to a plotly Figure.
+
+Show one with `pdlab.workbench.show`.
+"""
 
 from pdlab.workbench.figures.attention import attention_heatmap
 from pdlab.workbench.figures.cache import naive_against_cached
@@ -13,20 +16,30 @@ from pdlab.workbench.figures.latency import (
 from pdlab.workbench.figures.memory import block_grid, kv_occupancy
 from pdlab.workbench.figures.replay import fragmentation, hit_rate_by_blocks
 from pdlab.workbench.figures.roofline import roofline
+from pdlab.workbench.figures.serving import (
+    comparison_figure,
+    gantt_figure,
+    latency_cdf_figure,
+    queue_figure,
+)
 from pdlab.workbench.figures.steps import stage_breakdown, step_timeline
 from pdlab.workbench.figures.window_costs import perplexity_by_position, window_costs
 
 __all__ = [
     "attention_heatmap",
     "block_grid",
+    "comparison_figure",
     "error_heatmap",
     "fragmentation",
+    "gantt_figure",
     "hit_rate_by_blocks",
     "kv_costs",
     "kv_magnitudes",
     "kv_occupancy",
+    "latency_cdf_figure",
     "naive_against_cached",
     "perplexity_by_position",
+    "queue_figure",
     "roofline",
     "stage_breakdown",
     "step_timeline",
