@@ -151,40 +151,133 @@ def calibrate(
 
 @app.command()
 def replay(
-    trace: Annotated[str, typer.Argument(help="A trace file, or the name of a shipped trace.")],
+    context: typer.Context,
+    trace: Annotated[
+        str, typer.Argument(help="A trace file, or the name of a shipped trace or of a workload.")
+    ],
     cache_only: Annotated[
         bool, typer.Option("--cache-only", help="KV memory only: no model is run.")
     ] = False,
-    blocks: Annotated[str, typer.Option(help="Blocks of KV memory, or infinite.")] = "infinite",
+    requests: Annotated[int | None, typer.Option(help="Only the first so many.", min=1)] = None,
+    rate: Annotated[float | None, typer.Option(help="Arrival rate, times the trace's.")] = None,
+    prompt_scale: Annotated[
+        float | None, typer.Option(help="Prompt lengths, times the trace's.")
+    ] = None,
+    output_scale: Annotated[
+        float | None, typer.Option(help="Output lengths, times the trace's.")
+    ] = None,
+    clients: Annotated[
+        int | None,
+        typer.Option(help="Closed loop: so many clients, each waits for its answer.", min=1),
+    ] = None,
+    think_s: Annotated[float, typer.Option(help="What a client thinks between two.")] = 0,
+    batching: Annotated[
+        str, typer.Option(help="static, prefill_first, decode_first or mixed.")
+    ] = "mixed",
+    policy: Annotated[
+        str, typer.Option(help="fcfs, sjf, priority, deadline or longest_prefix.")
+    ] = "fcfs",
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.", min=1)] = 32,
+    budget: Annotated[int, typer.Option(help="Most tokens of a step.", min=1)] = 2048,
+    chunk_size: Annotated[
+        int | None, typer.Option(help="Most prompt tokens of one sequence a step.", min=1)
+    ] = None,
+    blocks: Annotated[
+        str | None,
+        typer.Option(
+            help="Blocks of KV memory: 512; for --cache-only, or by default there, infinite."
+        ),
+    ] = None,
     block_size: Annotated[
-        int | None, typer.Option(help="Tokens a block; by default the trace's, or 16.", min=1)
+        int | None,
+        typer.Option(help="Tokens a block: 16; with --cache-only the trace's.", min=1),
     ] = None,
     model: Annotated[
-        str, typer.Option(help="Whose K and V to count in bytes: the name of a shape.")
+        str, typer.Option(help="The model; for --cache-only the name of a shape.")
     ] = "smollm2-135m",
-    kv_format: Annotated[str, typer.Option(help="The format of K and V to count.")] = "bf16",
-    requests: Annotated[int | None, typer.Option(help="Only the first so many.", min=1)] = None,
-    step_ms: Annotated[float, typer.Option(help="Simulated time of a step.")] = 50,
-    baselines: Annotated[bool, typer.Option(help="Contiguous KV memory beside paged.")] = True,
+    device: DeviceOption = "cpu",
+    ttft_slo_ms: Annotated[float, typer.Option(help="Latest first token that is good.")] = 2000,
+    tpot_slo_ms: Annotated[float, typer.Option(help="Slowest pace after it that is good.")] = 250,
+    seed: Annotated[int, typer.Option(help="Of the prompts, and of a workload.", min=0)] = 0,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="In simulated time: steps take what they took here.")
+    ] = False,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="--simulate: published times of this machine, say a100-opt-13b."),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the trace of the run here, say run.json.gz.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write all metrics and every request here, as JSON.")
+    ] = None,
+    prometheus: Annotated[
+        Path | None, typer.Option(help="Write the metrics here, as Prometheus text.")
+    ] = None,
+    kv_format: Annotated[
+        str, typer.Option(help="--cache-only: the format of K and V to count.")
+    ] = "bf16",
+    step_ms: Annotated[float, typer.Option(help="--cache-only: simulated time of a step.")] = 50,
+    baselines: Annotated[
+        bool, typer.Option(help="--cache-only: contiguous KV memory beside paged.")
+    ] = True,
 ) -> None:
-    """Replay the requests of a trace: what they do to KV memory."""
+    """Replay the requests of a trace on the engine, or see what they do to KV memory alone."""
     with one_line_errors():
-        if not cache_only:
-            raise ValueError("replay needs --cache-only: replaying with a model is not there yet")
-        from pdlab.cli.replay import Replay, replay_cache_only
+        from pdlab.cli.replay import ServingReplay, check_together, replay_serving
 
-        replay_cache_only(
-            Replay(
+        check_together(_given(context), {p.name: p.opts[0] for p in context.command.params})
+        if cache_only:
+            from pdlab.cli.cache_replay import CacheOnly, replay_cache_only
+
+            replay_cache_only(
+                CacheOnly(
+                    trace=trace,
+                    blocks=blocks or "infinite",
+                    block_size=block_size,
+                    model=model,
+                    kv_format=kv_format,
+                    num_requests=requests,
+                    step_ms=step_ms,
+                    baselines=baselines,
+                )
+            )
+            return
+        replay_serving(
+            ServingReplay(
                 trace=trace,
+                num_requests=requests,
+                rate=rate,
+                prompt_scale=prompt_scale,
+                output_scale=output_scale,
+                clients=clients,
+                think_s=think_s,
+                batching=batching,
+                policy=policy,
+                max_num_seqs=max_num_seqs,
+                budget=budget,
+                chunk_size=chunk_size,
                 blocks=blocks,
                 block_size=block_size,
                 model=model,
-                kv_format=kv_format,
-                num_requests=requests,
-                step_ms=step_ms,
-                baselines=baselines,
+                device=device,
+                ttft_slo_ms=ttft_slo_ms,
+                tpot_slo_ms=tpot_slo_ms,
+                seed=seed,
+                simulate=simulate,
+                hardware=hardware,
+                save=save,
+                json=json,
+                prometheus=prometheus,
             )
         )
+
+
+def _given(context: typer.Context) -> set[str]:
+    """Names of the parameters that stand on the command line."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
 @bench_app.command()

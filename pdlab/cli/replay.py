@@ -1,210 +1,351 @@
-"""`pdlab replay --cache-only`: what a trace's requests do to KV memory, without a model."""
+"""`pdlab replay`: a workload on the engine, or simulated, and what became of its requests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from pdlab.cli.text import seconds, si
-from pdlab.kvcache import PagedKVCache
-from pdlab.models.catalog import RANDOM, shape
-from pdlab.workload.cache_replay import (
-    LARGEST,
-    PREFILL_TOKENS,
-    STEP_RANGE_S,
-    CacheReplay,
-    replay_cache,
-)
+from pdlab.cli.serving_view import LiveView, print_summary
+from pdlab.cli.text import counted, seconds
+from pdlab.cli.walk import check_save
+from pdlab.costmodel import StepTimes
+from pdlab.costmodel.published import PUBLISHED, PublishedMachine, published
+from pdlab.engine import Engine, EngineConfig
+from pdlab.engine.policies import Deadline
+from pdlab.models import Model, load
+from pdlab.requirements import require_choice, require_number
+from pdlab.workload.arrivals import Arrivals, ClosedLoop, OpenLoop
+from pdlab.workload.export import to_json, to_prometheus
+from pdlab.workload.replay import replay
+from pdlab.workload.report import summarize
+from pdlab.workload.scaling import FACTORS, scaled
+from pdlab.workload.serving import SLO, ServingRun
+from pdlab.workload.simulation import simulate
+from pdlab.workload.step_calibration import measured_step_times
 from pdlab.workload.traces import TraceRequest, find_trace, read_trace
+from pdlab.workload.traffic import WORKLOADS
 
-INFINITE = "infinite"
+NUM_REQUESTS = 40
+MEAN_PROMPT = 300
+MEAN_OUTPUT = 50
+REQUESTS_PER_S = 0.4
+"""What smollm2-135m serves on two cores in about two minutes: a prompt token takes it 2 to 4 ms, a
+decode step 60 to 240 ms."""
+LARGEST_SLO_MS = 1e9
+
+CACHE_ONLY = ("kv_format", "step_ms", "baselines")
+"""Options of `--cache-only` alone."""
+BOTH = ("trace", "cache_only", "blocks", "block_size", "model", "requests")
+"""Options of either; all others are those of a replay with a model."""
 
 
 @dataclass(frozen=True)
-class Replay:
-    """What was asked for on the command line; `num_requests` None takes all."""
+class ServingReplay:
+    """What was asked for on the command line; None where nothing was."""
 
     trace: str
-    blocks: str
-    block_size: int | None
-    model: str
-    kv_format: str
-    num_requests: int | None
-    step_ms: float
-    baselines: bool
+    num_requests: int | None = None
+    rate: float | None = None
+    prompt_scale: float | None = None
+    output_scale: float | None = None
+    clients: int | None = None
+    think_s: float = 0.0
+    batching: str = "mixed"
+    policy: str = "fcfs"
+    max_num_seqs: int = 32
+    budget: int = 2048
+    chunk_size: int | None = None
+    blocks: str | None = None
+    block_size: int | None = None
+    model: str = "smollm2-135m"
+    device: str = "cpu"
+    ttft_slo_ms: float = 2000
+    tpot_slo_ms: float = 250
+    seed: int = 0
+    simulate: bool = False
+    hardware: str | None = None
+    save: Path | None = None
+    json: Path | None = None
+    prometheus: Path | None = None
+
+    @property
+    def slo(self) -> SLO:
+        for name in ("ttft_slo_ms", "tpot_slo_ms"):
+            require_number(name, getattr(self, name), 0, LARGEST_SLO_MS)
+        return SLO(self.ttft_slo_ms / 1000, self.tpot_slo_ms / 1000)
 
 
-def replay_cache_only(asked: Replay) -> None:
-    """Replay a trace through paged and contiguous KV memory and print what became of it.
+def check_together(given: Collection[str], options: Mapping[str, str]) -> None:
+    """Refuse options that make no sense together.
+
+    Args:
+        given: names of the parameters that were given.
+        options: how each is written.
 
     Raises:
-        ValueError: no such trace, a damaged one, or a parameter out of range.
+        ValueError: names both.
     """
-    num_blocks = _num_blocks(asked.blocks)
-    least, most = STEP_RANGE_S
-    if not least <= asked.step_ms / 1000 <= most:
-        limits = f"from {1000 * least:g} to {1000 * most:,.0f} ms"
-        raise ValueError(f"step_ms={asked.step_ms:g} must be {limits}")
-    requests = read_trace(find_trace(asked.trace))
-    requests = requests[: asked.num_requests]
-    block_size = asked.block_size or requests[0].prefix_block_size or 16
-    token_bytes = _bytes_per_token(asked.model, block_size, asked.kv_format)
+    if "cache_only" in given:
+        for name in sorted(set(given) - {*CACHE_ONLY, *BOTH}):
+            raise ValueError(f"{options[name]} needs a model to run; --cache-only runs none")
+    else:
+        for name in sorted(set(given) & {*CACHE_ONLY}):
+            raise ValueError(f"{options[name]} is for --cache-only, which was not given")
+    if "think_s" in given and "clients" not in given:
+        raise ValueError("--think-s needs --clients: in an open loop nobody waits for an answer")
+    if "hardware" in given and "simulate" not in given:
+        raise ValueError(
+            "--hardware needs --simulate: only simulated time can be another machine's"
+        )
+    for name in sorted({"model", "device"} & set(given)):
+        if "hardware" in given:
+            raise ValueError(
+                f"{options[name]} and --hardware: the published times are of one model"
+            )
+    if "save" in given and "simulate" in given:
+        raise ValueError("--save and --simulate: a simulation has no trace; --json has its metrics")
+    if "rate" in given and "clients" in given:
+        raise ValueError("--rate and --clients: in a closed loop the clients set the rate")
+
+
+def replay_serving(asked: ServingReplay) -> None:
+    """Serve the workload, show how it goes, and print what came of it.
+
+    Raises:
+        ValueError: no such workload, or a parameter out of range; nothing was loaded yet if that
+            could be told.
+    """
+    for name in ("save", "json", "prometheus"):
+        check_save(getattr(asked, name), name)
+    slo, machine = asked.slo, _machine(asked)
+    config = _config(asked, {} if machine is None else machine.engine)
+    traffic = Traffic.of(asked)
+    traffic.arrivals(asked)  # refuses what is out of range before a model is loaded
     console = Console(highlight=False)
-    with console.status(f"replaying {len(requests):,} requests ..."):
-        results = replay_cache(
-            requests,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            baselines=asked.baselines,
-            step_s=asked.step_ms / 1000,
-        )
-    for line in _introduction(asked, requests, num_blocks, block_size, token_bytes):
+    model = None if machine else load(asked.model, device=asked.device)
+    limit = config.max_model_len or (model.config.max_model_len if model else 0)
+    traffic = traffic.cut(min(limit, config.num_blocks * config.block_size))
+    for line in _introduction(asked, traffic, config):
         console.print(line, soft_wrap=True)
-    console.print()
-    console.print(_table(results, token_bytes, shares=requests[0].prefix_block_size is not None))
+    if model is None or asked.simulate:
+        times = machine.step_times if machine else _step_times(console, model, config)
+        run = simulate(traffic.arrivals(asked), config, times, max_model_len=limit)
+    else:
+        run = _measure(console, asked, model, config, traffic)
+    _finish(console, asked, run, slo)
 
 
-def _num_blocks(text: str) -> int | None:
-    if text == INFINITE:
+def _machine(asked: ServingReplay) -> PublishedMachine | None:
+    if asked.hardware is None:
         return None
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"blocks={text!r:.60} must be a number of blocks or {INFINITE!r}")
-    if len(text) > len(str(LARGEST)):  # before Python refuses to convert thousands of digits
-        raise ValueError(f"blocks has {len(text):,} digits, it must be at most {LARGEST:,}")
-    return int(text)
+    require_choice("hardware", asked.hardware, tuple(PUBLISHED))
+    return published(asked.hardware)
 
 
-def _bytes_per_token(model: str, block_size: int, kv_format: str) -> float:
-    """Bytes of a token's K and V, scales included, read off the tensors of one real block."""
-    config = shape(model.removeprefix(RANDOM))
-    return PagedKVCache(config, 1, block_size, kv_format, max_open_blocks=1).bytes_per_token
+def _step_times(console: Console, model: Model | None, config: EngineConfig) -> StepTimes:
+    assert model is not None
+    with console.status("measuring how long steps take on this machine (a minute, once) ..."):
+        return measured_step_times(model, config)
 
 
-def _introduction(
-    asked: Replay,
-    requests: Sequence[TraceRequest],
-    num_blocks: int | None,
-    block_size: int,
-    token_bytes: float,
-) -> list[str]:
-    count = len(requests)
-    noun = "request" if count == 1 else "requests"
-    prompt = sum(r.num_prompt_tokens for r in requests) / count
-    output = sum(r.num_output_tokens for r in requests) / count
-    memory = f"no limit; blocks of {block_size} tokens"
-    if num_blocks is not None:
-        slots = num_blocks * block_size
-        memory = f"{num_blocks:,} blocks of {block_size} tokens = {slots:,} token slots"
-        memory += f" = {si(slots * token_bytes, 'B')}"
+def _measure(
+    console: Console, asked: ServingReplay, model: Model, config: EngineConfig, traffic: Traffic
+) -> ServingRun:
+    """On the engine; the trace is saved also after Ctrl-C."""
+    view = LiveView(console, config.num_blocks, len(traffic.requests), asked.slo)
+    with Engine(model, config) as engine:
+        try:
+            with view:
+                arrivals = traffic.arrivals(asked)
+                return replay(engine, arrivals, on_step=view.update, seed=asked.seed)
+        finally:
+            if asked.save:
+                engine.trace.save(asked.save)
+                console.print(f"trace: {escape(str(asked.save))}", soft_wrap=True)
+
+
+def _finish(console: Console, asked: ServingReplay, run: ServingRun, slo: SLO) -> None:
+    """Tables, and files."""
+    summary = summarize(run, slo)
+    print_summary(console, run, summary)
+    if asked.json:
+        asked.json.write_text(to_json(run, summary), encoding="utf-8")
+    if asked.prometheus:
+        text = to_prometheus(run, summary, model_name=asked.hardware or asked.model)
+        asked.prometheus.write_text(text, encoding="utf-8")
+    for name in ("json", "prometheus"):
+        if path := getattr(asked, name):
+            console.print(f"{name}: {escape(str(path))}", soft_wrap=True)
+
+
+# --- the engine ----------------------------------------------------------------------------------
+
+
+def _config(asked: ServingReplay, knobs: Mapping[str, Any]) -> EngineConfig:
+    """The engine's knobs. A deadline is the SLO that is asked of the first token.
+
+    Args:
+        knobs: of the machine that is simulated, where nothing else was asked for.
+    """
+    deadline = Deadline(asked.slo.ttft_s) if asked.policy == "deadline" else None
+    config = EngineConfig(
+        batching=asked.batching,
+        policy=deadline or asked.policy,
+        max_num_seqs=asked.max_num_seqs,
+        max_num_batched_tokens=asked.budget,
+        chunk_size=asked.chunk_size,
+        record_trace=asked.save is not None,
+        **knobs,
+    )
+    if asked.blocks is not None:
+        if not (asked.blocks.isascii() and asked.blocks.isdigit() and len(asked.blocks) < 16):
+            raise ValueError(
+                f"blocks={asked.blocks[:60]!r} must be a number of blocks: a pool without limit is "
+                "for --cache-only"
+            )
+        config = replace(config, num_blocks=int(asked.blocks))
+    if asked.block_size is not None:
+        config = replace(config, block_size=asked.block_size)
+    return config
+
+
+# --- the workload --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests, and what was done to those of the trace."""
+
+    name: str
+    requests: Sequence[TraceRequest]
+    num_available: int
+    rate: float = 1.0
+    prompt: float = 1.0
+    output: float = 1.0
+    trimmed: bool = False
+    """Whether any of it was our choice."""
+    num_cut: int = 0
+    """Requests that were longer than can be served."""
+
+    @classmethod
+    def of(cls, asked: ServingReplay) -> Traffic:
+        """The requests of a trace or a named workload, scaled as asked for.
+
+        What was not said is chosen for a laptop, unless the workload is a named one, which is made
+        for it, or other hardware is simulated.
+        """
+        available = _available(asked)
+        fits = _workload_name(asked.trace) is not None or asked.hardware is not None
+        first = available[: asked.num_requests or (None if fits else NUM_REQUESTS)]
+        rate, prompt, output = asked.rate, asked.prompt_scale, asked.output_scale
+        trimmed = not fits and None in (asked.num_requests, rate, prompt, output)
+        if not fits:
+            rate = _rate(first) if rate is None else rate
+            prompt = _prompt_scale(first) if prompt is None else prompt
+            output = _output_scale(first) if output is None else output
+        rate, prompt, output = (1.0 if f is None else f for f in (rate, prompt, output))
+        requests = scaled(first, rate=rate, prompt=prompt, output=output)
+        return cls(asked.trace, requests, len(available), rate, prompt, output, trimmed)
+
+    def cut(self, max_len: int) -> Traffic:
+        """No request longer than this many tokens."""
+        num_cut = sum(request.num_tokens > max_len for request in self.requests)
+        return replace(self, requests=scaled(self.requests, max_len=max_len), num_cut=num_cut)
+
+    def arrivals(self, asked: ServingReplay) -> Arrivals:
+        if asked.clients is None:
+            return OpenLoop(self.requests)
+        return ClosedLoop(self.requests, asked.clients, asked.think_s)
+
+
+def _available(asked: ServingReplay) -> list[TraceRequest]:
+    """All requests that there are; of a named workload as many as are asked for."""
+    name = _workload_name(asked.trace)
+    if name is not None:
+        return WORKLOADS[name](asked.num_requests or NUM_REQUESTS, seed=asked.seed)
+    try:
+        path = find_trace(asked.trace)
+    except ValueError as error:
+        names = ", ".join(name.replace(" ", "-") for name in WORKLOADS)
+        raise ValueError(f"{error}; made by seed: {names}") from error
+    return read_trace(path)
+
+
+def _workload_name(name: str) -> str | None:
+    """The name of a workload, also when written with a dash."""
+    spaced = name.replace("-", " ")
+    return spaced if spaced in WORKLOADS else None
+
+
+def _rate(requests: Sequence[TraceRequest]) -> float:
+    span_s = requests[-1].arrival_s - requests[0].arrival_s
+    factor = REQUESTS_PER_S * span_s / max(1, len(requests) - 1)
+    return min(max(factor, FACTORS[0]), FACTORS[1]) if span_s else 1.0
+
+
+def _prompt_scale(requests: Sequence[TraceRequest]) -> float:
+    """A factor that leaves whole tokens in the blocks that prompts share."""
+    mean = sum(request.num_prompt_tokens for request in requests) / len(requests)
+    factor, size = min(1.0, MEAN_PROMPT / mean), requests[0].prefix_block_size
+    return max(1, int(factor * size)) / size if size else factor
+
+
+def _output_scale(requests: Sequence[TraceRequest]) -> float:
+    mean = sum(request.num_output_tokens for request in requests) / len(requests)
+    return min(1.0, MEAN_OUTPUT / mean)
+
+
+# --- what it begins with -------------------------------------------------------------------------
+
+
+def _introduction(asked: ServingReplay, traffic: Traffic, config: EngineConfig) -> list[str]:
+    requests = traffic.requests
+    prompt = sum(r.num_prompt_tokens for r in requests) / len(requests)
+    output = sum(r.num_output_tokens for r in requests) / len(requests)
     lines = [
-        f"[bold]simulated[/] from request lengths, no model is run: a step takes "
-        f"{asked.step_ms:g} ms, gives each running request a token, and computes at most "
-        f"{PREFILL_TOKENS:,} prompt tokens",
-        f"trace    {escape(asked.trace)}: {count:,} {noun} in {requests[-1].arrival_s:,.0f} s, "
-        f"mean {prompt:,.0f} prompt and {output:,.0f} output tokens",
-        f"memory   {memory}",
-        f"bytes    {si(token_bytes, 'B')} of K and V a token ({asked.model}, {asked.kv_format})",
+        f"[bold]workload[/]  {escape(traffic.name)}: {len(requests):,} of "
+        f"{traffic.num_available:,} requests{_scales(asked, traffic)}",
+        f"          mean {prompt:,.0f} prompt and {output:,.0f} output tokens; "
+        f"{_when(asked, requests)}",
     ]
-    if asked.baselines:
-        longest = max(r.num_kv_tokens for r in requests)
+    if traffic.trimmed:
         lines.append(
-            "beside   contiguous memory: max reserves the longest request of the trace, "
-            f"{longest:,} tokens, for each; power_of_two moves to twice the space when full; "
-            "grow moves at every token"
+            "          trimmed to what a laptop serves in about two minutes: --requests, --rate, "
+            "--prompt-scale and --output-scale say otherwise"
         )
+    if traffic.num_cut:
+        longest = max(r.num_tokens for r in requests)
+        cut = counted(traffic.num_cut, "request")
+        lines.append(f"          {cut} cut to {longest:,} tokens: no more fit")
+    chunk = "" if config.chunk_size is None else f" (of one prompt {config.chunk_size:,})"
+    lines += [
+        f"[bold]engine[/]    {config.batching}, {escape(config.to_dict()['policy'])}; at most "
+        f"{config.max_num_seqs:,} sequences and {config.max_num_batched_tokens:,} tokens{chunk} a "
+        f"step; {config.num_blocks:,} KV blocks of {config.block_size} tokens",
+        f"[bold]SLO[/]       TTFT {seconds(asked.slo.ttft_s)}, TPOT {seconds(asked.slo.tpot_s)}",
+        "",
+    ]
     return lines
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the table: a number of each policy and what it means."""
-
-    name: str
-    value: Callable[[CacheReplay], str]
-    meaning: str
-
-
-def _table(results: Sequence[CacheReplay], token_bytes: float, *, shares: bool) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("", no_wrap=True)
-    for result in results:
-        table.add_column(result.policy, justify="right", no_wrap=True)
-    table.add_column("", style="dim", overflow="fold")
-    rows = [*_slot_rows(results[0]), *_memory_rows(token_bytes), *_queue_rows()]
-    if shares:
-        rows += _sharing_rows(token_bytes)
-    for row in rows:
-        table.add_row(row.name, *(row.value(result) for result in results), row.meaning)
-    return table
+def _scales(asked: ServingReplay, traffic: Traffic) -> str:
+    factors = {"prompts": traffic.prompt, "outputs": traffic.output}
+    if asked.clients is None:
+        factors["arrival rate"] = traffic.rate
+    changed = [f"{name} × {factor:.3g}" for name, factor in factors.items() if factor != 1]
+    return "".join(f", {each}" for each in changed)
 
 
-def _slot_rows(first: CacheReplay) -> list[Row]:
-    whole = "all slots" if first.num_slots is not None else "the slots taken"
-    meanings = {
-        "used": f"hold a token; of {whole}, mean over time",
-        "reserved": "taken, and will be written later",
-        "internal": "taken, and never written: internal",
-        "external": "free, in pieces too short for the next request: external",
-        "free": "free otherwise, cached blocks included",
-    }
-    rows = [Row(name, _fraction(name), meanings[name]) for name in first.fractions]
-    waste = "reserved and internal, of the slots taken"
-    return [*rows, Row("waste", lambda r: _percent(r.waste), waste)]
-
-
-def _fraction(name: str) -> Callable[[CacheReplay], str]:
-    return lambda result: _percent(result.fractions[name])
-
-
-def _memory_rows(token_bytes: float) -> list[Row]:
-    def memory(slots: float) -> str:
-        return si(slots * token_bytes, "B")
-
-    return [
-        Row("taken", lambda r: memory(r.taken_slots), "mean over time"),
-        Row("a request", lambda r: memory(r.taken_slots / (r.mean_running or 1)), "mean taken"),
-        Row("needed", lambda r: memory(r.needed_slots), "would have been enough for this run"),
-        Row("copied", lambda r: memory(r.copied_tokens), "moved because a sequence grew"),
-    ]
-
-
-def _queue_rows() -> list[Row]:
-    return [
-        Row("running", lambda r: f"{r.mean_running:.1f}", "requests at once, mean over time"),
-        Row("at most", lambda r: f"{r.max_running:,}", "of them at once"),
-        Row("waiting", lambda r: f"{r.mean_waiting:.1f}", "requests in line, mean over time"),
-        Row("queue", lambda r: seconds(r.mean_queue_s), "from arrival to admission, mean"),
-        Row("queue p99", lambda r: seconds(r.p99_queue_s), "the same, 99th percentile"),
-        Row("preempted", lambda r: f"{r.num_preemptions:,}", "times: no slot for the next token"),
-        Row("refused", lambda r: f"{r.num_refused:,}", "requests larger than the memory"),
-        Row("duration", lambda r: f"{r.duration_s:,.0f} s", "until the last request ended"),
-    ]
-
-
-def _sharing_rows(token_bytes: float) -> list[Row]:
-    def paged(value: Callable[[CacheReplay], str]) -> Callable[[CacheReplay], str]:
-        return lambda r: value(r) if r.policy == "paged" else "-"
-
-    return [
-        Row("hit blocks", paged(lambda r: _percent(r.block_hit_rate)), "of all prompt blocks"),
-        Row("hit tokens", paged(lambda r: _percent(r.token_hit_rate)), "of all prompt tokens"),
-        Row(
-            "spared",
-            paged(lambda r: si(r.hit_tokens * token_bytes, "B")),
-            "K and V found and not computed again",
-        ),
-        Row(
-            "shared",
-            paged(lambda r: si(r.shared_slots * token_bytes, "B")),
-            "memory that sharing spares at once, mean",
-        ),
-        Row("evicted", paged(lambda r: f"{r.num_evictions:,}"), "cached blocks overwritten"),
-    ]
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.1f}%" if fraction >= 0.0995 else f"{100 * fraction:.2f}%"
+def _when(asked: ServingReplay, requests: Sequence[TraceRequest]) -> str:
+    if asked.clients is not None:
+        think = f", thinking {seconds(asked.think_s)}" if asked.think_s else ""
+        return f"closed loop of {asked.clients:,} clients{think}"
+    span_s = requests[-1].arrival_s - requests[0].arrival_s
+    if not span_s:
+        return "all at once"
+    return f"open loop, {(len(requests) - 1) / span_s:.3g} requests/s for {span_s:,.0f} s"

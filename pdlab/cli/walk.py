@@ -85,12 +85,12 @@ def run_prompt(walk: Walk) -> None:
         raise typer.Exit(INTERRUPTED)
 
 
-def check_save(save: Path | None) -> None:
+def check_save(save: Path | None, name: str = "save") -> None:
     """Raise a ValueError, before the work is done, where its result could not be written."""
     if save and not save.parent.is_dir():
-        raise ValueError(f"save={str(save)!r}: there is no directory {save.parent}")
+        raise ValueError(f"{name}={str(save)!r}: there is no directory {save.parent}")
     if save and save.is_dir():
-        raise ValueError(f"save={str(save)!r} is a directory")
+        raise ValueError(f"{name}={str(save)!r} is a directory")
 
 
 def _tokenize(model: Model, walk: Walk) -> tuple[Stage, list[int]]:

@@ -10,7 +10,8 @@ JSON, schema `pdlab.serving/1`, times in seconds since the workload began:
     over_time    `edges_s`, and for each span between two: `queue_depth`, `batch_size`,
                  `kv_occupancy`, `output_tokens_per_s`
     requests     for each: `request_id`, `priority`, `finish_reason`, `error`, `arrival_s`,
-                 `first_scheduled_s`, `token_times_s`, and what `RequestMetrics.to_dict` has
+                 `first_scheduled_s`, `token_times_s`, and what `RequestMetrics.to_dict` has,
+                 but for `itl_s`, the differences of `token_times_s`
 
 Prometheus text follows version 0.0.4 of the exposition format. Its names are those that vLLM's
 server exports, with our prefix, so that a dashboard needs little change. One difference: a server's
@@ -70,6 +71,8 @@ def to_json(run: ServingRun, summary: Summary) -> str:
 
 def _request(request: ServedRequest) -> dict[str, Any]:
     metrics = request.metrics
+    figures = metrics.to_dict()
+    del figures["itl_s"]
     return {
         "request_id": request.request_id,
         "priority": request.priority,
@@ -78,7 +81,7 @@ def _request(request: ServedRequest) -> dict[str, Any]:
         "arrival_s": metrics.arrival_s,
         "first_scheduled_s": metrics.first_scheduled_s,
         "token_times_s": metrics.token_times_s,
-    } | metrics.to_dict()
+    } | figures
 
 
 def to_prometheus(run: ServingRun, summary: Summary, *, model_name: str | None = None) -> str:

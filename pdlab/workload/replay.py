@@ -38,6 +38,8 @@ class Progress(NamedTuple):
     """None where nothing ran, because the next arrival is yet to come."""
     num_arrived: int
     """Since the replay began, refused ones too."""
+    num_tokens: int
+    """Output tokens of the step."""
     ended: list[ServedRequest]
     """Finished or refused since then."""
 
@@ -259,8 +261,10 @@ class _Session:
 
     def progress(self, record: StepRecord | None) -> Progress:
         news, self.news = self.news, []
-        step = None if record is None else self.steps[-1]
-        return Progress(self.now_s, step, self.num_arrived, news)
+        if record is None:
+            return Progress(self.now_s, None, self.num_arrived, 0, news)
+        num_tokens = sum(sequence.sampled is not None for sequence in record.sequences)
+        return Progress(self.now_s, self.steps[-1], self.num_arrived, num_tokens, news)
 
     def abort(self) -> None:
         with undisturbed():

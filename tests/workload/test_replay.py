@@ -173,6 +173,7 @@ def test_who_watches_hears_of_everything_once() -> None:
     assert sorted(r.request_id for r in ended) == sorted(r.request_id for r in run.requests)
     assert [p.step for p in heard if p.step] == run.steps
     assert heard[-1].num_arrived == 9
+    assert sum(p.num_tokens for p in heard) == sum(r.metrics.num_output_tokens for r in ended)
     assert [p.now_s for p in heard] == sorted(p.now_s for p in heard)
 
 
