@@ -89,7 +89,7 @@ class Scheduler:
 
     Batching modes:
         static         those that wait when nothing runs are the batch; nobody joins until all of it
-                       has finished. Prompts first, then decodes.
+                       has finished (or is paused). Prompts first, then decodes.
         prefill_first  a step holds prompts or decodes; prompts as long as there are any.
         decode_first   a step holds prompts or decodes; decodes as long as there are any.
                        (In these three, one that returns from host memory may decode at once.)
@@ -193,15 +193,19 @@ class Scheduler:
 
     def _add_decodes(self, batch: ScheduledBatch) -> None:
         """One more token for each that decodes."""
-        for sequence in [s for s in self.running if s.phase == "decode" and not s.paused]:
+        for sequence in self._awake(SequenceState.RUNNING):
             self._go_on(sequence, batch)
 
     def _add_prompts(self, batch: ScheduledBatch, now_s: float) -> None:
         """Chunks of the prompts that are under way, then new ones."""
-        for sequence in [s for s in self.running if s.phase == "prefill" and not s.paused]:
+        for sequence in self._awake(SequenceState.PREFILLING):
             self._go_on(sequence, batch)
         if not batch.starved and not batch.preempted:
             self._admit(batch, QueueView(now_s, self.kv))
+
+    def _awake(self, state: SequenceState) -> list[Sequence]:
+        """Those in a state (PREFILLING or RUNNING) that are not paused."""
+        return [s for s in self.running if s.state is state and not s.paused]
 
     def _go_on(self, sequence: Sequence, batch: ScheduledBatch) -> None:
         """Take a sequence that runs into the batch, if there is budget and room for it."""
@@ -215,12 +219,13 @@ class Scheduler:
 
     def _makes_wait(self, batch: ScheduledBatch) -> bool:
         """Whether the phase that goes first has this step, and the other one has work."""
-        holds_prompts = any(part.phase == "prefill" for part in batch.scheduled)
+        prefilling = SequenceState.PREFILLING
+        holds_prompts = any(part.sequence.state is prefilling for part in batch.scheduled)
         if self.batching == "prefill_first":
-            return holds_prompts and any(s.phase == "decode" and not s.paused for s in self.running)
-        if self.batching == "decode_first":
-            prompts = [s for s in self.running if s.phase == "prefill"]
-            return not holds_prompts and not all(s.paused for s in [*prompts, *self.waiting])
+            return holds_prompts and bool(self._awake(SequenceState.RUNNING))
+        if self.batching == "decode_first" and not holds_prompts:
+            waits = bool(self._awake(SequenceState.PREFILLING))
+            return waits or any(not s.paused for s in self.waiting)
         return False
 
     def update(self, batch: ScheduledBatch, sampled: Mapping[str, list[int]]) -> list[int]:
@@ -318,7 +323,7 @@ class Scheduler:
 
     def _admit(self, batch: ScheduledBatch, view: QueueView) -> None:
         """Start those that wait, in the queue's order, while all their known tokens would fit."""
-        if not self.running:
+        if all(s.paused for s in self.running):
             self._num_to_join = len(self.waiting)
         while batch.budget and self._is_open and (sequence := self.waiting.next(view)):
             hits = self.kv.look_up(sequence)
@@ -334,7 +339,8 @@ class Scheduler:
             sequence.num_cached_tokens = self.kv.start(sequence, hits)
             self.waiting.remove(sequence)
             insort_right(self.running, sequence, key=_turn)
-            sequence.state = SequenceState.PREFILLING
+            decodes = sequence.phase == "decode"  # its K and V come back from host memory
+            sequence.state = SequenceState.RUNNING if decodes else SequenceState.PREFILLING
             self._num_to_join -= 1
             num_tokens = min(sequence.num_uncomputed_tokens, batch.budget, self.chunk_size)
             self._plan(sequence, num_tokens, batch)
@@ -360,13 +366,14 @@ class Scheduler:
     def _plan(self, sequence: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
         """Take the blocks for a sequence's next tokens and put them into the batch."""
         samples = num_tokens == sequence.num_uncomputed_tokens
+        has_slot = num_tokens == 1 and self.kv.has_slot(sequence)
         part = ScheduledSequence(
             sequence,
             start=sequence.num_computed_tokens,
             num_tokens=num_tokens,
             phase=sequence.phase,
             samples=samples,
-            blocks_taken=self.kv.grow(sequence, num_tokens),
+            blocks_taken=[] if has_slot else self.kv.grow(sequence, num_tokens),
             forks=list(sequence.forks) if samples else [],
             num_cached_tokens=sequence.num_cached_tokens,
         )
@@ -380,10 +387,12 @@ class Scheduler:
         gives its blocks back; a prompt chunk just waits, for those in the batch are older or are
         decodes and will end. Taking blocks from someone in between would let the younger overtake.
         """
+        if num_tokens == 1 and self.kv.has_slot(sequence):
+            return True
         while self.kv.blocks_missing(sequence, num_tokens) > self.kv.pool.num_free:
             victim = self._victim()
             runs = victim is sequence or any(p.sequence is victim for p in batch.scheduled)
-            if sequence.phase == "prefill" and runs:
+            if sequence.state is SequenceState.PREFILLING and runs:
                 return False
             self._preempt(victim, batch)
             if victim is sequence:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from numbers import Real
+from typing import Any
 
 from pdlab.engine.policies import Policy, QueueView, Rank
 from pdlab.engine.sequence import Sequence
@@ -46,7 +47,7 @@ class WaitingQueue:
         yield from self._preempted
         yield from self._new
 
-    def __contains__(self, sequence: Sequence) -> bool:
+    def __contains__(self, sequence: object) -> bool:
         return sequence in self._new or sequence in self._preempted
 
     def add(self, sequence: Sequence, view: QueueView) -> None:
@@ -111,7 +112,7 @@ class WaitingQueue:
 
     def _entry(self, sequence: Sequence, view: QueueView) -> Entry:
         rank = self.policy.rank(sequence, view)
-        parts = rank if isinstance(rank, tuple) else (rank,)
+        parts: tuple[Any, ...] = rank if isinstance(rank, tuple) else (rank,)
         if not all(isinstance(part, Real) and not math.isnan(part) for part in parts):
             raise ValueError(
                 f"policy={self.policy}: the rank of {sequence.sequence_id} is {rank!r:.60}, it "

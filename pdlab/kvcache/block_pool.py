@@ -52,6 +52,10 @@ class BlockPool:
         """How many hold the block."""
         return self._ref_counts[block]
 
+    def is_private(self, block: int) -> bool:
+        """Whether one alone holds the block, and nobody may find it by its prefix."""
+        return self._ref_counts[block] == 1 and self._prefixes[block] is None
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks. The caller has checked `num_free`."""
         assert count <= self.num_free, f"{count} blocks asked, {self.num_free} free"

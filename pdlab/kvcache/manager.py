@@ -222,8 +222,16 @@ class KVManager:
     def blocks_missing(self, holder: Holder, num_tokens: int) -> int:
         """Free blocks needed to compute the next `num_tokens` tokens."""
         end = holder.num_computed_tokens + num_tokens
-        new = max(0, blocks_for(end, self.pool.block_size) - len(holder.block_table))
-        return new + self._writes_shared(holder)
+        new = blocks_for(end, self.pool.block_size) - len(holder.block_table)
+        return (new if new > 0 else 0) + self._writes_shared(holder)
+
+    def has_slot(self, holder: Holder) -> bool:
+        """Whether the next token has a slot in a block that nobody else holds or may find: then
+        `grow` by one token would change nothing. Mostly so, and quicker to ask."""
+        index, offset = divmod(holder.num_computed_tokens, self.pool.block_size)
+        if not offset or len(holder.prefixes) > index:
+            return False
+        return self.pool.is_private(holder.block_table[index])
 
     def _writes_shared(self, holder: Holder) -> bool:
         """Whether the next token's slot is in a block that somebody else holds too."""

@@ -19,8 +19,19 @@ import pytest
 
 from pdlab import Engine, EngineConfig, SamplingParams
 from pdlab.costmodel import Hardware
+from pdlab.engine import Priority
+from pdlab.engine.config import BATCHING_MODES
 from pdlab.engine.fake import expected_tokens
-from tests.engine.promises import Before, CheckedRunner, Desk, Events, Said, Told, new_events
+from tests.engine.promises import (
+    Before,
+    CheckedRunner,
+    Desk,
+    Events,
+    LastCome,
+    Said,
+    Told,
+    new_events,
+)
 from tests.helpers import TINY, random_model
 
 VOCAB = 13
@@ -136,8 +147,9 @@ class Driver:
         most = min(params.max_tokens, max(1, longest - len(prompt_ids)))
         slots = len(prompt_ids) + most - 1
         sound = 1 <= len(prompt_ids) <= longest and params.n <= desk.config.max_num_seqs
+        priority, slo_s = self.rng.randint(-1, 2), self.rng.choice([0, 1e6])
         try:
-            request_id = desk.engine.submit(prompt_ids, params)
+            request_id = desk.engine.submit(prompt_ids, params, priority=priority, ttft_slo_s=slo_s)
         except ValueError:
             assert not sound or -(-slots // config.block_size) > config.num_blocks
             self.events["refused"] += 1
@@ -145,7 +157,7 @@ class Driver:
         assert sound
         assert least_blocks(slots, config) <= config.num_blocks
         self.events["oversized"] += slots > config.num_blocks * config.block_size
-        told = Told(self.arrivals, prompt_ids, params)
+        told = Told(self.arrivals, prompt_ids, params, priority=priority, ttft_slo_s=slo_s)
         told.sequences = [s.sequence for s in desk.engine.requests[request_id].samples]
         for index in range(params.n):
             expected, reason = expected_output(prompt_ids, params, longest, index)
@@ -186,7 +198,7 @@ class Driver:
         desk.unrecorded_free += self.manager.pool.num_free - free
         if request_id in desk.live:
             self.events["aborted"] += 1
-            desk.live[request_id].aborted = True
+            desk.note_abort(request_id)
             desk.collect(request_id)
         desk.check_blocks()
 
@@ -284,9 +296,16 @@ def random_config(rng: random.Random) -> EngineConfig:
         window=window,
         sink_tokens=rng.choice([0, 0, 1, 3, 4]) if window else 0,
         heavy_tokens=heavy,
+        batching=rng.choice([*BATCHING_MODES, "mixed", "mixed"]),
+        policy=rng.choice([*POLICIES, Priority(ageing_s=1e9), LastCome()]),
+        max_overtakes=rng.choice([0, 1, 2, 100]),
+        max_phase_steps=rng.choice([1, 2, 5]),
         record_trace=False,
         seed=0,
     )
+
+
+POLICIES = ("fcfs", "sjf", "deadline", "longest_prefix")
 
 
 def other_config(config: EngineConfig, rng: random.Random) -> EngineConfig:
@@ -299,6 +318,9 @@ def other_config(config: EngineConfig, rng: random.Random) -> EngineConfig:
         watermark=other.watermark,
         enable_prefix_cache=config.enable_prefix_cache and rng.random() < 0.8,
         preemption=rng.choice(["recompute", "auto"]),
+        batching=other.batching,
+        policy=other.policy,
+        max_overtakes=other.max_overtakes,
     )
 
 

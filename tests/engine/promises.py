@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 
 from pdlab import Engine, EngineConfig, SamplingParams, StepRecord
 from pdlab.engine.fake import FakeKVError, FakeRunner, _extend, prefix_hashes
+from pdlab.engine.policies import Policy, QueueView
 from pdlab.engine.runner import StepOutput
 from pdlab.engine.scheduler import ScheduledBatch, ScheduledSequence
 from pdlab.engine.sequence import Sequence
@@ -24,7 +25,18 @@ def new_events() -> Events:
         "steps preempted swapped_out swapped_in copied hits hit_tokens whole_hits forked evicted"
     )
     names += " dropped oversized blocked aborted refused failed chunks finished paused yielded"
+    names += " overtook one_phase kept_waiting"
     return dict.fromkeys(names.split(), 0)
+
+
+WAITING = ("WAITING", "PREEMPTED")
+
+
+class LastCome(Policy):
+    """The newest first: the one policy under which everybody is overtaken."""
+
+    def rank(self, sequence: Sequence, view: QueueView) -> float:
+        return -sequence.arrival
 
 
 class CheckedRunner(FakeRunner):
@@ -106,10 +118,25 @@ class Told:
     prompt_ids: list[int]
     params: SamplingParams
     samples: dict[str, Said] = field(default_factory=dict)
+    priority: int = 0
+    ttft_slo_s: float | None = None
+    turn: int | None = None
+    """How many were admitted before it."""
+    overtaken: int = 0
+    """Later ones admitted before it."""
+    forgone: int = 0
+    """Later ones that left the queue otherwise, or while it was paused."""
+    passed: dict[str, int] = field(default_factory=dict)
+    """Steps in a row in which each of its samples, decoding, had to wait."""
     aborted: bool = False
     paused: bool = False
     was_paused: bool = False
     sequences: list[Sequence] = field(default_factory=list)
+
+    def let_by(self, other: Told, *, paused: bool) -> None:
+        if self.turn is None and self.arrival < other.arrival:
+            self.overtaken += not paused
+            self.forgone += paused
 
 
 @dataclass
@@ -169,6 +196,8 @@ class Desk:
         self.gone: list[str] = []
         self.unrecorded_free = 0
         self.num_queries = 0
+        self.num_turns = 0
+        self.to_join = 0
 
     def sequences(self) -> dict[str, Sequence]:
         scheduler = self.engine.scheduler
@@ -216,6 +245,12 @@ class Desk:
         assert told.aborted or output.finish_reason == next(iter(told.samples.values())).reason
         self.events["finished"] += not told.aborted
 
+    def note_abort(self, request_id: str) -> None:
+        told = self.live[request_id]
+        told.aborted = True
+        for older in self.live.values():
+            older.forgone += told.turn is None and older.arrival < told.arrival
+
     def resync(self, before: Before) -> None:
         """A step that did not happen may have preempted and admitted; nobody got any further."""
         self.unrecorded_free += self.manager.pool.num_free - before.free
@@ -234,6 +269,9 @@ class Desk:
                 said.computed, said.on_host = stood, False
                 said.found = sequence.num_cached_tokens
             assert stood == said.computed
+        was_waiting = {i for i, state in before.states.items() if state in WAITING}
+        running = self.engine.scheduler.running
+        self.check_turns([i for s in running if (i := s.sequence_id) in was_waiting], before)
 
     # --- what must hold ---------------------------------------------------------------------------
 
@@ -307,18 +345,17 @@ class Desk:
         """
         assert len(set(record.preempted)) == len(record.preempted)
         for sequence_id in record.preempted:
-            self.note_preemption(sequence_id, record)
+            self.note_preemption(sequence_id, record, before)
         ran = {part.sequence_id: part for part in record.sequences}
         assert len(ran) == len(record.sequences)
         states = before.states
         assert not any(self.is_paused(i) for i in ran), "somebody ran who was paused"
         awake = {i: state for i, state in states.items() if not self.is_paused(i)}
-        for sequence_id, state in awake.items():
-            if state == "RUNNING" and sequence_id not in record.preempted:
-                assert sequence_id in ran, f"{sequence_id} was decoding and had to wait"
+        self.check_phases(record, awake, ran)
         passed_over = [i for i, state in awake.items() if state == "PREFILLING" and i not in ran]
         own = [part for part in record.sequences if part.forked_from is None]
-        admitted = [p for p in own if states[p.sequence_id] in ("WAITING", "PREEMPTED")]
+        admitted = [p for p in own if states[p.sequence_id] in WAITING]
+        self.check_turns([part.sequence_id for part in admitted], before)
         disturbed = [i for i in record.preempted if not self.is_paused(i)]
         assert not (admitted and (disturbed or passed_over)), "no room, yet one more came"
         still = [s for s in self.engine.scheduler.running if self.is_paused(s.sequence_id)]
@@ -331,7 +368,78 @@ class Desk:
                 self.note_fork(part, ran[part.forked_from])
         return admitted
 
-    def note_preemption(self, sequence_id: str, record: StepRecord) -> None:
+    def check_phases(
+        self, record: StepRecord, awake: dict[str, str], ran: dict[str, SequenceRecord]
+    ) -> None:
+        """Mixed steps keep no decode waiting; the others hold one phase, and none waits for long.
+
+        One that was not decoding before counts as a prompt, even if only its newest token is left.
+        """
+        decoding = [i for i, s in awake.items() if s == "RUNNING" and i not in record.preempted]
+        prompts = [i for i, part in ran.items() if part.num_tokens and awake[i] != "RUNNING"]
+        kept_waiting = [i for i in decoding if i not in ran]
+        if self.config.batching == "mixed":
+            assert not kept_waiting, f"{kept_waiting} were decoding and had to wait"
+            return
+        assert not (prompts and set(decoding) & set(ran)), "a step of two phases"
+        self.events["one_phase"] += 1
+        for name in awake:
+            passed = self.said(name).told.passed
+            passed[name] = passed.get(name, 0) + 1 if name in kept_waiting else 0
+            self.events["kept_waiting"] += passed[name] > 0
+            if self.config.batching == "prefill_first":
+                assert passed[name] <= self.config.max_phase_steps, f"{name} starves"
+
+    def check_turns(self, admitted: list[str], before: Before) -> None:
+        """Each who was admitted was the next: by turn, by policy, or overtaken too often."""
+        states = before.states
+        runs = [i for i, state in states.items() if state not in WAITING]
+        if all(self.is_paused(i) for i in runs):
+            self.to_join = len(states) - len(runs)
+        self.to_join -= len(admitted)
+        assert self.config.batching != "static" or self.to_join >= 0, "the batch was full"
+        waiting = [i for i, state in states.items() if state in WAITING]
+        for name in sorted(admitted, key=self.turn):
+            told = self.said(name).told
+            awake = [self.said(i).told for i in waiting if not self.is_paused(i)]
+            back = [t.turn for t in awake if t.turn is not None]
+            if back:
+                assert told.turn == min(back)
+            else:
+                self.check_choice(told, awake)
+                told.turn, self.num_turns = self.num_turns, self.num_turns + 1
+                for i in waiting:
+                    self.said(i).told.let_by(told, paused=self.is_paused(i))
+            waiting.remove(name)
+
+    def turn(self, sequence_id: str) -> float:
+        """Of those who had one; the new come behind them."""
+        turn = self.said(sequence_id).told.turn
+        return float("inf") if turn is None else turn
+
+    def check_choice(self, told: Told, awake: list[Told]) -> None:
+        """A new one is the policy's choice, unless the oldest was overtaken too often."""
+        oldest, most = min(awake, key=lambda t: t.arrival), self.config.max_overtakes
+        if oldest.overtaken >= most:
+            assert told is oldest, "somebody is overtaken without end"
+        elif told is not oldest or oldest.overtaken + oldest.forgone < most:
+            ranks = [self.rank(t) for t in awake]
+            assert None in ranks or self.rank(told) == min(ranks), "not the policy's choice"
+        self.events["overtook"] += told is not oldest
+
+    def rank(self, told: Told) -> tuple[float, int] | None:
+        """Who of the new is next, the lowest first; None where the policy asks the cache."""
+        policy = str(self.config.policy).split("(")[0]
+        own = {
+            "fcfs": 0.0,
+            "sjf": len(told.prompt_ids),
+            "priority": told.priority,
+            "deadline": told.ttft_slo_s == 0,
+            "LastCome": -told.arrival,
+        }
+        return None if policy == "longest_prefix" else (own[policy], told.arrival)
+
+    def note_preemption(self, sequence_id: str, record: StepRecord, before: Before) -> None:
         said, host = self.said(sequence_id), self.manager.host
         self.events["preempted"] += 1
         said.preempted += 1
@@ -342,7 +450,7 @@ class Desk:
             said.swaps += 1
             self.events["swapped_out"] += 1
             return
-        returned = any(move.kind == "swap_in" for move in record.moves)  # and left room behind
+        returned = any(p.sequence_id in before.on_host for p in record.sequences)  # and left room
         must = self.config.preemption == "swap" and self.config.window is None and not returned
         if must and said.computed:
             blocks = -(-said.computed // self.config.block_size)
@@ -438,23 +546,32 @@ class Desk:
         assert not admitted or len(record.residents) == 1 or self.runner.num_free >= kept
 
     def check_order(self, record: StepRecord) -> None:
-        """First come, first served: who runs came before who waits."""
+        """Who runs was admitted before who was preempted; behind them are the new, as they came."""
         scheduler = self.engine.scheduler
-        for queue in (scheduler.running, scheduler.waiting):
+        new = [s for s in scheduler.waiting if self.is_new(s)]
+        back = [s for s in scheduler.waiting if not self.is_new(s)]
+        assert list(scheduler.waiting) == back + new
+        for queue in (scheduler.running, back, new):
             order = [self.place(s) for s in queue]
             assert order == sorted(order), "a queue is out of order"
-        never = [
-            s for s in self.sequences().values() if not self.said(s.sequence_id).told.was_paused
-        ]
-        order = [self.place(s) for s in never]
-        assert order == sorted(order), "somebody overtook"
+        awake = [s for s in [*scheduler.running, *back] if not self.was_paused(s)]
+        order = [self.place(s) for s in awake]
+        assert order == sorted(order), "somebody came back before their turn"
         assert record.waiting == [s.sequence_id for s in self.engine.scheduler.waiting]
         phases = [part.phase for part in record.sequences]
         assert phases == sorted(phases), "decodes come first in a batch"
 
+    def is_new(self, sequence: Sequence) -> bool:
+        """Whether it has never been admitted."""
+        return self.said(sequence.sequence_id).told.turn is None
+
+    def was_paused(self, sequence: Sequence) -> bool:
+        return self.said(sequence.sequence_id).told.was_paused
+
     def place(self, sequence: Sequence) -> tuple[int, int]:
+        """Of those who were admitted, by turn; of the new, by arrival."""
         said = self.said(sequence.sequence_id)
-        return said.told.arrival, said.index
+        return (said.told.arrival if said.told.turn is None else said.told.turn), said.index
 
     def check_free_count(self, record: StepRecord, before: Before) -> None:
         """What the record says was taken, found, moved and freed is what changed."""

@@ -1,0 +1,248 @@
+"""Serves a workload in simulated time: the engine's scheduler and block pool, and no model.
+
+What runs in which step is decided by the very `Scheduler`, `KVManager` and `BlockPool` of the
+engine, with the same configuration; so a policy is written once, and what it does here it does
+there. Only how long a step takes comes from somewhere else: from `StepTimes`.
+
+Where a step in which everybody decodes would be followed by the same one many times, those are
+booked in one go (`Scheduler.repeat`); the result is the same as one by one.
+
+Left out: text, sampling, stop strings (a request ends when its output has the trace's length), and
+the time a copy to host memory takes, so `num_swap_blocks` must be 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field, replace
+
+from pdlab.costmodel import StepShape, StepTimes
+from pdlab.engine.admission import check_fits
+from pdlab.engine.config import EngineConfig
+from pdlab.engine.metrics import RequestMetrics
+from pdlab.engine.scheduler import ScheduledBatch, Scheduler
+from pdlab.engine.sequence import Sequence
+from pdlab.kvcache import BlockPool, KVManager, Retention
+from pdlab.sampling import SamplingParams
+from pdlab.workload.arrivals import Arrivals, OpenLoop
+from pdlab.workload.serving import ServedRequest, ServingRun, StepSpan
+from pdlab.workload.step_shapes import shape_of
+from pdlab.workload.traces import TraceRequest
+
+
+def simulate(
+    arrivals: Arrivals | Several[TraceRequest],
+    config: EngineConfig,
+    step_times: StepTimes,
+    *,
+    max_model_len: int = 10**9,
+    leaps: bool = True,
+) -> ServingRun:
+    """Serve all requests; returns when the last has finished.
+
+    Requests that can never be served are refused, as by the engine, and the others go on.
+
+    Args:
+        config: the engine's knobs; those that decide about text, tensors or arithmetic do nothing.
+        step_times: the machine and the model.
+        max_model_len: of the model, where the configuration does not say.
+        leaps: whether equal steps in a row are booked in one go.
+
+    Raises:
+        ValueError: a knob that cannot be simulated.
+    """
+    for name in ("num_swap_blocks", "heavy_tokens"):
+        if getattr(config, name):
+            raise ValueError(f"{name}={getattr(config, name)} cannot be simulated, only 0")
+    if config.window is not None:
+        raise ValueError(f"window={config.window} cannot be simulated, only None")
+    config = replace(config, max_model_len=config.max_model_len or max_model_len)
+    if isinstance(arrivals, Several):
+        arrivals = OpenLoop(arrivals)
+    return Simulation(arrivals, config, step_times, leaps=leaps).run()
+
+
+@dataclass(eq=False)
+class Job(Sequence):
+    """A sequence that knows how long its output will be, and keeps its own times."""
+
+    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))
+    served: ServedRequest | None = None
+    num_left: int = 0
+    """Tokens still to be sampled."""
+
+
+class Simulation:
+    """See `simulate`."""
+
+    def __init__(
+        self, arrivals: Arrivals, config: EngineConfig, step_times: StepTimes, *, leaps: bool
+    ):
+        self.arrivals = arrivals
+        self.config = config
+        self.step_times = step_times
+        self.leaps = leaps
+        self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.scheduler = Scheduler(KVManager(self.pool, BlockPool(0, config.block_size)), config)
+        self.requests: list[ServedRequest] = []
+        self.steps: list[StepSpan] = []
+        self.now_s = 0.0
+        self._params: dict[int, SamplingParams] = {}
+
+    def run(self) -> ServingRun:
+        """Serve everything."""
+        while self._has_more():
+            batch = self.scheduler.schedule(self.now_s)
+            assert batch.scheduled, "there is work, and nothing of it was scheduled"
+            shape = shape_of(batch)
+            self._step(batch, shape)
+            if self.leaps and not shape.num_prompts:
+                self._leap(batch, shape)
+            self._end(batch)
+        assert self.pool.num_free == self.pool.num_blocks, "blocks leaked"
+        return ServingRun(
+            provenance="simulated",
+            basis=self.step_times.basis,
+            config=self.config.to_dict(),
+            requests=self.requests,
+            steps=self.steps,
+            num_blocks=self.config.num_blocks,
+        )
+
+    def _has_more(self) -> bool:
+        """Let in who has come; where nobody runs or waits, go on to the next arrival."""
+        while True:
+            for request in self.arrivals.take_due(self.now_s):
+                self._submit(request)
+            if self.scheduler.has_work:
+                return True
+            if self.arrivals.next_s is None:
+                return False
+            self.now_s = max(self.now_s, self.arrivals.next_s)
+
+    # --- one step -------------------------------------------------------------------------------
+
+    def _step(self, batch: ScheduledBatch, shape: StepShape) -> None:
+        start_s, scheduler = self.now_s, self.scheduler
+        self.now_s += self.step_times.step_s(shape)
+        for job in batch.preempted:
+            job.metrics.num_preemptions += 1
+        scheduler.update(batch, {p.sequence.sequence_id: [0] for p in batch.scheduled})
+        prompts: dict[str, int] = {}
+        decodes: list[str] = []
+        for part in batch.scheduled:
+            job = part.sequence
+            if part.phase == "decode":
+                decodes.append(job.request_id)
+            else:
+                prompts[job.request_id] = part.num_tokens
+                if job.metrics.first_scheduled_s is None:
+                    job.metrics.first_scheduled_s = start_s
+                    job.metrics.num_cached_tokens = part.num_cached_tokens
+            if part.samples:
+                job.metrics.token_times_s.append(self.now_s)
+                job.num_left -= 1
+        self._note(start_s, decodes, prompts, [job.request_id for job in batch.preempted])
+
+    def _leap(self, batch: ScheduledBatch, shape: StepShape) -> None:
+        """The same decodes again, until somebody ends or comes, or blocks run out."""
+        running, next_s = self.scheduler.running, self.arrivals.next_s
+        num_steps = min(job.num_left for job in running)
+        num_steps = self.scheduler.num_repeats(batch, num_steps) if num_steps else 0
+        start_s, times_s = self.now_s, []
+        while len(times_s) < num_steps and (next_s is None or self.now_s < next_s):
+            shape = one_later(shape)
+            self.now_s += self.step_times.step_s(shape)
+            times_s.append(self.now_s)
+        if times_s:
+            self.scheduler.repeat(batch, len(times_s))
+            for job in running:
+                job.metrics.token_times_s += times_s
+                job.num_left -= len(times_s)
+            self._note(start_s, self.steps[-1].decodes, {}, [], len(times_s))
+
+    def _note(
+        self,
+        start_s: float,
+        decodes: list[str],
+        prompts: dict[str, int],
+        preempted: list[str],
+        num_steps: int = 1,
+    ) -> None:
+        self.steps.append(
+            StepSpan(
+                start_s=start_s,
+                wall_s=self.now_s - start_s,
+                decodes=decodes,
+                prompts=prompts,
+                num_waiting=len(self.scheduler.waiting),
+                num_running=len(self.scheduler.running),
+                num_used_blocks=self.pool.num_blocks - self.pool.num_free,
+                preempted=preempted,
+                num_steps=num_steps,
+            )
+        )
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def _submit(self, request: TraceRequest) -> None:
+        """Let a request wait, or refuse it."""
+        metrics = RequestMetrics(request.arrival_s, num_prompt_tokens=request.num_prompt_tokens)
+        name = f"r{len(self.requests)}"
+        served = ServedRequest(name, metrics, priority=request.priority)
+        self.requests.append(served)
+        job = self._job(name, request, served)
+        try:
+            check_fits(self.config, Retention(), job.prompt_ids, job.params)
+            self.scheduler.add(job)
+        except ValueError as error:
+            served.finish_reason, served.error = "error", str(error)
+            self.arrivals.note_finished(self.now_s)
+
+    def _job(self, name: str, request: TraceRequest, served: ServedRequest) -> Job:
+        prompt_ids, knows_prefix = tokens_of(request)
+        room = max(1, (self.config.max_model_len or 0) - len(prompt_ids))
+        return Job(
+            name,
+            name,
+            prompt_ids,
+            self._params_for(request.num_output_tokens),
+            uses_prefix_cache=knows_prefix and self.config.enable_prefix_cache,
+            arrival_s=request.arrival_s,
+            priority=request.priority,
+            metrics=served.metrics,
+            served=served,
+            num_left=min(request.num_output_tokens, room),
+        )
+
+    def _params_for(self, max_tokens: int) -> SamplingParams:
+        if max_tokens not in self._params:
+            self._params[max_tokens] = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        return self._params[max_tokens]
+
+    def _end(self, batch: ScheduledBatch) -> None:
+        """Let those go whose last token was sampled."""
+        for part in batch.scheduled:
+            job = part.sequence
+            if not job.num_left:
+                self.scheduler.finish(job, "length")
+                job.served.finish_reason = "length"
+                self.arrivals.note_finished(self.now_s)
+
+
+def one_later(shape: StepShape) -> StepShape:
+    """The step of the same decodes after this one: each reads a token more."""
+    prompts, tokens, pairs, decodes, context, longest = shape
+    return StepShape(prompts, tokens, pairs, decodes, context + decodes, longest + 1)
+
+
+def tokens_of(request: TraceRequest) -> tuple[list[int], bool]:
+    """Tokens that are equal where the trace says that prefixes are, and whether it says anything.
+
+    The trace knows no text. A block's id and the place in it stand for a token.
+    """
+    size = request.prefix_block_size
+    if not size:
+        return [0] * request.num_prompt_tokens, False
+    tokens = [i * size + offset for i in request.prefix_ids for offset in range(size)]
+    return tokens[: request.num_prompt_tokens], True
