@@ -127,7 +127,9 @@ def gantt_data(
         ValueError: a number is out of its range, or the limits in `slo` are.
     """
     require_int("first", first, 0)
-    require_int("max_rows", max_rows, 1, MAX_ROWS)
+    require_int("max_rows", max_rows, 1)
+    if max_rows > MAX_ROWS:
+        raise ValueError(f"max_rows={max_rows} must be at most {MAX_ROWS}")
     require_int("max_segments", max_segments, max_rows)
     requests = run.requests[first : first + max_rows]
     all_spans = lives(run)

@@ -394,7 +394,7 @@ function endMark(row, x, y, r) {
   const at = x + r + 3;
   if (row.end === "running") return "";
   if (ENDS[row.end] !== "finished") return `<rect class="pd-gt-ended" x="${at - r}" y="${y - r}" width="${2 * r}" height="${2 * r}"/>`;
-  if (row.met === false) return `<path class="pd-gt-missed" d="M${at - r} ${y - r}l${2 * r} ${2 * r}M${at + r} ${y - r}l${-2 * r} ${2 * r}"/>`;
+  if (row.met === false) return `<path class="pd-gt-missed" style="stroke-width:${Math.max(1.2, r * 0.45)}px" d="M${at - r} ${y - r}l${2 * r} ${2 * r}M${at + r} ${y - r}l${-2 * r} ${2 * r}"/>`;
   return `<circle class="pd-gt-done" cx="${at}" cy="${y}" r="${r}"/>`;
 }
 
