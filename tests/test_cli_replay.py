@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from pdlab import Trace
 from pdlab.cli import app
-from pdlab.cli.replay import ServingReplay, Traffic
+from pdlab.cli.replay_traffic import ServingReplay, Traffic
 from pdlab.cli.serving_view import LiveView
 from pdlab.cli.text import seconds
 from pdlab.costmodel import StepShape

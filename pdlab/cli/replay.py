@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
+from pdlab.cli.replay_traffic import ServingReplay, Traffic
 from pdlab.cli.serving_view import LiveView, print_summary
 from pdlab.cli.text import counted, seconds
 from pdlab.cli.walk import check_save
@@ -18,66 +18,19 @@ from pdlab.costmodel.published import PUBLISHED, PublishedMachine, published
 from pdlab.engine import Engine, EngineConfig
 from pdlab.engine.policies import Deadline
 from pdlab.models import Model, load
-from pdlab.requirements import require_choice, require_number
-from pdlab.workload.arrivals import Arrivals, ClosedLoop, OpenLoop
+from pdlab.requirements import require_choice
 from pdlab.workload.export import to_json, to_prometheus
 from pdlab.workload.replay import replay
 from pdlab.workload.report import summarize
-from pdlab.workload.scaling import FACTORS, scaled
 from pdlab.workload.serving import SLO, ServingRun
 from pdlab.workload.simulation import simulate
 from pdlab.workload.step_calibration import measured_step_times
-from pdlab.workload.traces import TraceRequest, find_trace, read_trace
-from pdlab.workload.traffic import WORKLOADS
-
-NUM_REQUESTS = 40
-MEAN_PROMPT = 300
-MEAN_OUTPUT = 50
-REQUESTS_PER_S = 0.4
-"""What smollm2-135m serves on two cores in about two minutes: a prompt token takes it 2 to 4 ms, a
-decode step 60 to 240 ms."""
-LARGEST_SLO_MS = 1e9
+from pdlab.workload.traces import TraceRequest
 
 CACHE_ONLY = ("kv_format", "step_ms", "baselines")
 """Options of `--cache-only` alone."""
 BOTH = ("trace", "cache_only", "blocks", "block_size", "model", "requests")
 """Options of either; all others are those of a replay with a model."""
-
-
-@dataclass(frozen=True)
-class ServingReplay:
-    """What was asked for on the command line; None where nothing was."""
-
-    trace: str
-    num_requests: int | None = None
-    rate: float | None = None
-    prompt_scale: float | None = None
-    output_scale: float | None = None
-    clients: int | None = None
-    think_s: float = 0.0
-    batching: str = "mixed"
-    policy: str = "fcfs"
-    max_num_seqs: int = 32
-    budget: int = 2048
-    chunk_size: int | None = None
-    blocks: str | None = None
-    block_size: int | None = None
-    model: str = "smollm2-135m"
-    device: str = "cpu"
-    ttft_slo_ms: float = 2000
-    tpot_slo_ms: float = 250
-    seed: int = 0
-    simulate: bool = False
-    hardware: str | None = None
-    save: Path | None = None
-    json: Path | None = None
-    prometheus: Path | None = None
-
-    @property
-    def slo(self) -> SLO:
-        for name in ("ttft_slo_ms", "tpot_slo_ms"):
-            require_number(name, getattr(self, name), 0, LARGEST_SLO_MS)
-        return SLO(self.ttft_slo_ms / 1000, self.tpot_slo_ms / 1000)
 
 
 def check_together(given: Collection[str], options: Mapping[str, str]) -> None:
@@ -212,92 +165,6 @@ def _config(asked: ServingReplay, knobs: Mapping[str, Any]) -> EngineConfig:
     if asked.block_size is not None:
         config = replace(config, block_size=asked.block_size)
     return config
-
-
-# --- the workload --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Requests, and what was done to those of the trace."""
-
-    name: str
-    requests: Sequence[TraceRequest]
-    num_available: int
-    rate: float = 1.0
-    prompt: float = 1.0
-    output: float = 1.0
-    trimmed: bool = False
-    """Whether any of it was our choice."""
-    num_cut: int = 0
-    """Requests that were longer than can be served."""
-
-    @classmethod
-    def of(cls, asked: ServingReplay) -> Traffic:
-        """The requests of a trace or a named workload, scaled as asked for.
-
-        What was not said is chosen for a laptop, unless the workload is a named one, which is made
-        for it, or other hardware is simulated.
-        """
-        available = _available(asked)
-        fits = _workload_name(asked.trace) is not None or asked.hardware is not None
-        first = available[: asked.num_requests or (None if fits else NUM_REQUESTS)]
-        rate, prompt, output = asked.rate, asked.prompt_scale, asked.output_scale
-        trimmed = not fits and None in (asked.num_requests, rate, prompt, output)
-        if not fits:
-            rate = _rate(first) if rate is None else rate
-            prompt = _prompt_scale(first) if prompt is None else prompt
-            output = _output_scale(first) if output is None else output
-        rate, prompt, output = (1.0 if f is None else f for f in (rate, prompt, output))
-        requests = scaled(first, rate=rate, prompt=prompt, output=output)
-        return cls(asked.trace, requests, len(available), rate, prompt, output, trimmed)
-
-    def cut(self, max_len: int) -> Traffic:
-        """No request longer than this many tokens."""
-        num_cut = sum(request.num_tokens > max_len for request in self.requests)
-        return replace(self, requests=scaled(self.requests, max_len=max_len), num_cut=num_cut)
-
-    def arrivals(self, asked: ServingReplay) -> Arrivals:
-        if asked.clients is None:
-            return OpenLoop(self.requests)
-        return ClosedLoop(self.requests, asked.clients, asked.think_s)
-
-
-def _available(asked: ServingReplay) -> list[TraceRequest]:
-    """All requests that there are; of a named workload as many as are asked for."""
-    name = _workload_name(asked.trace)
-    if name is not None:
-        return WORKLOADS[name](asked.num_requests or NUM_REQUESTS, seed=asked.seed)
-    try:
-        path = find_trace(asked.trace)
-    except ValueError as error:
-        names = ", ".join(name.replace(" ", "-") for name in WORKLOADS)
-        raise ValueError(f"{error}; made by seed: {names}") from error
-    return read_trace(path)
-
-
-def _workload_name(name: str) -> str | None:
-    """The name of a workload, also when written with a dash."""
-    spaced = name.replace("-", " ")
-    return spaced if spaced in WORKLOADS else None
-
-
-def _rate(requests: Sequence[TraceRequest]) -> float:
-    span_s = requests[-1].arrival_s - requests[0].arrival_s
-    factor = REQUESTS_PER_S * span_s / max(1, len(requests) - 1)
-    return min(max(factor, FACTORS[0]), FACTORS[1]) if span_s else 1.0
-
-
-def _prompt_scale(requests: Sequence[TraceRequest]) -> float:
-    """A factor that leaves whole tokens in the blocks that prompts share."""
-    mean = sum(request.num_prompt_tokens for request in requests) / len(requests)
-    factor, size = min(1.0, MEAN_PROMPT / mean), requests[0].prefix_block_size
-    return max(1, int(factor * size)) / size if size else factor
-
-
-def _output_scale(requests: Sequence[TraceRequest]) -> float:
-    mean = sum(request.num_output_tokens for request in requests) / len(requests)
-    return min(1.0, MEAN_OUTPUT / mean)
 
 
 # --- what it begins with -------------------------------------------------------------------------

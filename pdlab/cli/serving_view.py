@@ -12,8 +12,9 @@ from rich.table import Table
 
 from pdlab.cli.bench import BAR, bar
 from pdlab.cli.text import seconds
+from pdlab.workload.levels import Level
 from pdlab.workload.replay import Progress
-from pdlab.workload.report import Distribution, Level, Summary
+from pdlab.workload.report import Distribution, Summary
 from pdlab.workload.serving import SLO, ServingRun
 
 REFRESH_S = 0.25

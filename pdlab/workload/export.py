@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pdlab.workload.report import Floats, Level, Summary, latency_samples, over_time
+from pdlab.workload.levels import Floats, Level
+from pdlab.workload.report import Summary, latency_samples, over_time
 from pdlab.workload.serving import ServedRequest, ServingRun
 
 SCHEMA = "pdlab.serving/1"
