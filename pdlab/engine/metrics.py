@@ -40,8 +40,8 @@ class RequestMetrics:
     @property
     def tpot_s(self) -> float | None:
         """None with fewer than two tokens."""
-        gaps = self.itl_s
-        return sum(gaps) / len(gaps) if gaps else None
+        times_s = self.token_times_s
+        return (times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else None
 
     @property
     def e2e_s(self) -> float | None:

@@ -325,7 +325,11 @@ class Scheduler:
         """Start those that wait, in the queue's order, while all their known tokens would fit."""
         if all(s.paused for s in self.running):
             self._num_to_join = len(self.waiting)
-        while batch.budget and self._is_open and (sequence := self.waiting.next(view)):
+        while batch.budget and self._is_open:
+            sequence = self.waiting.next(view)
+            if sequence is None:
+                self._num_to_join = 0
+                break
             hits = self.kv.look_up(sequence)
             if not self._has_room(sequence, hits):
                 if not (paused := [s for s in self.running if s.paused]):

@@ -17,6 +17,8 @@ from types import CodeType, FunctionType, ModuleType
 import pytest
 
 SCHEDULER = "pdlab.engine.scheduler"
+WAITING = "pdlab.engine.waiting"
+POLICIES = "pdlab.engine.policies"
 BATCH = "pdlab.engine.batch"
 SEQUENCE = "pdlab.engine.sequence"
 POOL = "pdlab.kvcache.block_pool"
@@ -46,19 +48,22 @@ MUTANTS = [
     mutant(
         "a paused sequence runs on",
         SCHEDULER,
-        ("awake = [s for s in self.running if not s.paused]", "awake = list(self.running)"),
+        ("if s.state is state and not s.paused]", "if s.state is state]"),
     ),
     mutant(
         "a paused sequence is admitted again",
-        SCHEDULER,
-        ("next((s for s in self.waiting if not s.paused), None)", "next(iter(self.waiting), None)"),
+        WAITING,
+        (
+            "            if not sequence.paused:\n                return sequence\n        oldest",
+            "            return sequence\n        oldest",
+        ),
     ),
     mutant(
         "a paused sequence at the head of the queue holds up the others",
-        SCHEDULER,
+        WAITING,
         (
-            "return next((s for s in self.waiting if not s.paused), None)",
-            "return None if not self.waiting or self.waiting[0].paused else self.waiting[0]",
+            "            if not sequence.paused:\n                return sequence\n        oldest",
+            "            return None if sequence.paused else sequence\n        oldest",
         ),
     ),
     mutant(
@@ -69,10 +74,7 @@ MUTANTS = [
     mutant(
         "a paused sequence loses its place",
         SCHEDULER,
-        (
-            "insort_right(self.running, sequence, key=_arrival)",
-            "self.running.append(sequence)",
-        ),
+        ("insort_right(self.running, sequence, key=_turn)", "self.running.append(sequence)"),
     ),
     mutant(
         "those who run are preempted before those who are paused",
@@ -112,6 +114,97 @@ MUTANTS = [
         (
             "stop_ids=frozenset((*own_ends, *params.stop_token_ids)),",
             "stop_ids=frozenset((*own_ends, *params.stop_token_ids) if own_ends else ()),",
+        ),
+    ),
+    # --- bugs of batching and of policies ---
+    mutant(
+        "a static batch lets others join",
+        SCHEDULER,
+        ('return self.batching != "static" or self._num_to_join > 0', "return True"),
+    ),
+    mutant(
+        "a static batch that is full for now opens again",
+        SCHEDULER,
+        ("self._num_to_join, batch.shut = 0, True", "batch.shut = True"),
+    ),
+    mutant(
+        "steps of one phase hold both",
+        SCHEDULER,
+        ('if batch.scheduled and self.batching != "mixed":', "if False:"),
+    ),
+    mutant(
+        "prefill_first has no end",
+        SCHEDULER,
+        ("self._num_phase_steps + 1 if batch.made_wait else 0", "0"),
+    ),
+    mutant(
+        "prefill_first gives a phase a step too many",
+        SCHEDULER,
+        (
+            "self._num_phase_steps >= self.max_phase_steps",
+            "self._num_phase_steps > self.max_phase_steps",
+        ),
+    ),
+    mutant(
+        "a prompt's last token of many does not count as a prompt",
+        SCHEDULER,
+        (
+            "any(part.sequence.state is prefilling for part in batch.scheduled)",
+            'any(part.phase == "prefill" for part in batch.scheduled)',
+        ),
+    ),
+    mutant(
+        "the wait has no bound",
+        WAITING,
+        ("if oldest is None or num_overtakes >= self.max_overtakes:", "if oldest is None:"),
+    ),
+    mutant(
+        "one may be overtaken once more",
+        WAITING,
+        ("num_overtakes >= self.max_overtakes", "num_overtakes > self.max_overtakes"),
+    ),
+    mutant(
+        "who was ahead counts as having overtaken",
+        WAITING,
+        (
+            "self._new[sequence] = self._num_left + len(self._new)",
+            "self._new[sequence] = self._num_left",
+        ),
+    ),
+    mutant(
+        "an abort makes others wait longer",
+        WAITING,
+        ("            self._num_left += 1\n", "            self._num_left += sequence.turn > 0\n"),
+    ),
+    mutant(
+        "new ones go before those who were preempted",
+        WAITING,
+        ("for sequence in self._preempted:", "for sequence in self._preempted[len(self._new) :]:"),
+    ),
+    mutant(
+        "one that left the queue is next",
+        WAITING,
+        ("while self._ranked[0][2] not in self._new:", "while False:"),
+    ),
+    mutant(
+        "the longest prompt is the shortest job",
+        POLICIES,
+        (
+            "        return sequence.num_prompt_tokens\n\n\nclass Priority",
+            "        return -sequence.num_prompt_tokens\n\n\nclass Priority",
+        ),
+    ),
+    mutant(
+        "the highest number has priority",
+        POLICIES,
+        ("return sequence.priority + sequence", "return -sequence.priority + sequence"),
+    ),
+    mutant(
+        "those whose deadline has passed go first",
+        POLICIES,
+        (
+            "return view.now_s > deadline_s, deadline_s",
+            "return view.now_s <= deadline_s, deadline_s",
         ),
     ),
     # --- the scheduler's bugs ---
@@ -173,9 +266,9 @@ MUTANTS = [
         "preemption frees twice",
         SCHEDULER,
         (
-            "        self.running.remove(sequence)\n        insort_left",
+            "        self.running.remove(sequence)\n        self.waiting.put_back",
             "        self.kv.pool.free(sequence.block_table)\n"
-            "        self.running.remove(sequence)\n        insort_left",
+            "        self.running.remove(sequence)\n        self.waiting.put_back",
         ),
     ),
     mutant(
@@ -196,13 +289,19 @@ MUTANTS = [
     ),
     mutant(
         "the preempted go to the end of the queue",
-        SCHEDULER,
-        ("insort_left(self.waiting, sequence, key=_arrival)", "self.waiting.append(sequence)"),
+        WAITING,
+        (
+            "insort_left(self._preempted, sequence, key=lambda s: s.turn)",
+            "self._preempted.append(sequence)",
+        ),
     ),
     mutant(
         "a sequence preempted in this step runs in it",
         SCHEDULER,
-        ("if sequence.state is SequenceState.PREEMPTED or budget == 0:", "if budget == 0:"),
+        (
+            "if sequence.state is SequenceState.PREEMPTED or not batch.budget:",
+            "if not batch.budget:",
+        ),
     ),
     mutant(
         "a sample is drawn from every chunk",
@@ -221,23 +320,27 @@ MUTANTS = [
         "running sequences ignore the budget",
         SCHEDULER,
         (
-            "min(sequence.num_uncomputed_tokens, budget, self.chunk_size)\n"
-            "            if self._make_room",
-            "min(sequence.num_uncomputed_tokens, self.chunk_size)\n            if self._make_room",
+            "min(sequence.num_uncomputed_tokens, batch.budget, self.chunk_size)\n"
+            "        if self._make_room",
+            "min(sequence.num_uncomputed_tokens, self.chunk_size)\n        if self._make_room",
         ),
     ),
     mutant(
         "admission ignores the budget",
         SCHEDULER,
         (
-            "min(sequence.num_uncomputed_tokens, budget, self.chunk_size)\n            self._plan",
+            "min(sequence.num_uncomputed_tokens, batch.budget, self.chunk_size)\n"
+            "            self._plan",
             "min(sequence.num_uncomputed_tokens, self.chunk_size)\n            self._plan",
         ),
     ),
     mutant(
         "chunk_size is ignored",
         SCHEDULER,
-        ("min(chunk_size or max_num_batched_tokens,", "min(10**9 or max_num_batched_tokens,"),
+        (
+            "self.chunk_size = config.largest_chunk",
+            "self.chunk_size = config.max_num_batched_tokens",
+        ),
     ),
     mutant(
         "max_num_seqs is off by one",
@@ -249,10 +352,10 @@ MUTANTS = [
     ),
     mutant(
         "the newest is admitted first",
-        SCHEDULER,
+        WAITING,
         (
-            "next((s for s in self.waiting if not s.paused), None)",
-            "next((s for s in reversed(self.waiting) if not s.paused), None)",
+            "return min(entries)[2] if entries else None",
+            "return max(entries)[2] if entries else None",
         ),
     ),
     mutant(
@@ -263,17 +366,17 @@ MUTANTS = [
     mutant(
         "somebody is admitted past a prompt that waits for room",
         SCHEDULER,
-        ("if not starved and not batch.preempted:", "if not batch.preempted:"),
+        ("if not batch.starved and not batch.preempted:", "if not batch.preempted:"),
     ),
     mutant(
         "somebody is admitted right after another was preempted",
         SCHEDULER,
-        ("if not starved and not batch.preempted:", "if not starved:"),
+        ("if not batch.starved and not batch.preempted:", "if not batch.starved:"),
     ),
     mutant(
         "prompt chunks come before decodes",
         SCHEDULER,
-        ("for sequence in decodes + prefills:", "for sequence in prefills + decodes:"),
+        ('if self.batching in ("mixed", "decode_first")', 'if self.batching == "decode_first"'),
     ),
     mutant(
         "who comes back to decode stands behind the prompt chunks",
@@ -591,7 +694,10 @@ MUTANTS = [
     mutant(
         "forks take seats that are not free",
         SCHEDULER,
-        ("return sum(1 + len(s.forks) for s in self.running)", "return len(self.running)"),
+        (
+            "return len(self.running) + sum(len(s.forks) for s in self.running)",
+            "return len(self.running)",
+        ),
     ),
     mutant(
         "forks go behind those who came later",

@@ -197,7 +197,7 @@ class Desk:
         self.unrecorded_free = 0
         self.num_queries = 0
         self.num_turns = 0
-        self.to_join = 0
+        self.to_join, self.has_decoded = 0, False  # of a static batch
 
     def sequences(self) -> dict[str, Sequence]:
         scheduler = self.engine.scheduler
@@ -383,6 +383,7 @@ class Desk:
             return
         assert not (prompts and set(decoding) & set(ran)), "a step of two phases"
         self.events["one_phase"] += 1
+        self.has_decoded |= bool(set(decoding) & set(ran))
         for name in awake:
             passed = self.said(name).told.passed
             passed[name] = passed.get(name, 0) + 1 if name in kept_waiting else 0
@@ -395,9 +396,10 @@ class Desk:
         states = before.states
         runs = [i for i, state in states.items() if state not in WAITING]
         if all(self.is_paused(i) for i in runs):
-            self.to_join = len(states) - len(runs)
+            self.to_join, self.has_decoded = len(states) - len(runs), False
         self.to_join -= len(admitted)
-        assert self.config.batching != "static" or self.to_join >= 0, "the batch was full"
+        is_closed = self.to_join < 0 or (admitted and self.has_decoded)
+        assert self.config.batching != "static" or not is_closed, "somebody joined a static batch"
         waiting = [i for i, state in states.items() if state in WAITING]
         for name in sorted(admitted, key=self.turn):
             told = self.said(name).told
@@ -429,13 +431,13 @@ class Desk:
 
     def rank(self, told: Told) -> tuple[float, int] | None:
         """Who of the new is next, the lowest first; None where the policy asks the cache."""
-        policy = str(self.config.policy).split("(")[0]
+        policy = str(self.config.policy).split("(")[0].lower()
         own = {
             "fcfs": 0.0,
             "sjf": len(told.prompt_ids),
             "priority": told.priority,
             "deadline": told.ttft_slo_s == 0,
-            "LastCome": -told.arrival,
+            "lastcome": -told.arrival,
         }
         return None if policy == "longest_prefix" else (own[policy], told.arrival)
 

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from pdlab import Engine, EngineConfig, NaiveGenerator, RequestOutput, SamplingParams
 from pdlab.attention import Window
+from pdlab.engine.config import BATCHING_MODES
+from pdlab.engine.policies import POLICIES
 from pdlab.sampling import mix
 from pdlab.trace import DROPPED, sample_ids
+from tests.engine.promises import LastCome
 from tests.helpers import SHAPES, load_prompts, plain_kv, random_model, random_prompt, run_watched
 
 KINDS = (
@@ -156,6 +159,10 @@ def workloads(draw: st.DrawFn) -> tuple[list[list[int]], list[SamplingParams], E
         kv_format=draw(st.sampled_from(FORMATS)),
         window=window,
         sink_tokens=draw(st.sampled_from([0, 1, 5])) if window else 0,
+        batching=draw(st.sampled_from(BATCHING_MODES)),
+        policy=draw(st.sampled_from([*POLICIES, LastCome()])),
+        max_overtakes=draw(st.sampled_from([0, 1, 100])),
+        max_phase_steps=draw(st.sampled_from([1, 3, 16])),
     )
     warm = draw(st.sampled_from([[], prompts[:1], prompts]))
     return prompts, params, config, warm
@@ -209,6 +216,32 @@ def test_paging_itself_changes_no_bit(shape, length):
         kept = whole[:, :, : kv.shape[2]].masked_fill(kv.isnan(), 0)
         assert torch.equal(kv.nan_to_num(0), kept)
         assert model.config.layer_windows or not kv.isnan().any()
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, LastCome()], ids=str)
+@pytest.mark.parametrize("batching", BATCHING_MODES)
+def test_batching_and_its_order_change_no_bit(batching, policy):
+    """Six requests, three seats, prompts longer than a step: every mode and policy has a choice."""
+    shape = "group-of-2"
+    lengths = (33, 5, 18, 9, 33, 2)
+    prompts = [random_prompt(40, seed=n % 2)[:length] for n, length in enumerate(lengths)]
+    params = [replace(KINDS[n % 3], max_tokens=2 + n) for n in range(len(lengths))]
+    config = EngineConfig(
+        exact=True,
+        block_size=4,
+        num_blocks=30,
+        max_num_seqs=3,
+        max_num_batched_tokens=16,
+        batching=batching,
+        policy=policy,
+        max_overtakes=2,
+        max_phase_steps=2,
+    )
+    tokens, stored, outputs = run_stored(shape, config, prompts, params)
+    for prompt, each, [mine], output in zip(prompts, params, tokens, outputs, strict=True):
+        plain, kept = plain_run(shape, tuple(prompt), each)
+        assert mine == plain
+        assert_same_storage(stored[output.request_id], kept, min_steps=2)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
