@@ -179,16 +179,23 @@ class _Use(NamedTuple):
 
 
 def _use_of(residents: list[Resident], block_size: int) -> _Use:
-    fills: dict[int, int] = {}
+    blocks: set[int] = set()
+    full: set[int] = set()
+    begun: dict[int, int] = {}
     uses = 0
     for resident in residents:
-        for i, block in enumerate(resident.block_table):
-            if block != DROPPED:
-                fill = max(0, min(block_size, resident.num_computed_tokens - i * block_size))
-                fills[block] = max(fill, fills.get(block, 0))
-                uses += fill
-    filled = sum(fills.values())
-    return _Use(len(fills), filled, uses - filled)
+        table, num_tokens = resident.block_table, resident.num_computed_tokens
+        num_full, rest = divmod(num_tokens, block_size)
+        blocks.update(table)
+        full.update(table[:num_full])
+        uses += num_full * block_size + rest
+        if rest:
+            begun[table[num_full]] = max(rest, begun.get(table[num_full], 0))
+        uses -= block_size * table.count(DROPPED)  # only full blocks are dropped
+    blocks.discard(DROPPED)
+    full.discard(DROPPED)
+    filled = len(full) * block_size + sum(n for block, n in begun.items() if block not in full)
+    return _Use(len(blocks), filled, uses - filled)
 
 
 def _sequence_records(
