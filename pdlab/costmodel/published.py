@@ -15,7 +15,7 @@ import csv
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from pdlab.costmodel.distserve import DistServeStepTimes, Terms
 from pdlab.costmodel.hardware import load_hardware
@@ -82,13 +82,19 @@ KV_SHARE = 0.9
 """Of the devices' memory, what weights and KV cache may fill: vLLM's default."""
 
 
+class EngineKnobs(TypedDict):
+    """Knobs of `EngineConfig` that follow from a machine and a model."""
+
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+
+
 class PublishedMachine(NamedTuple):
     """A machine and a model to simulate."""
 
     step_times: StepTimes
-    engine: Mapping[str, int]
-    """Knobs of `EngineConfig` that follow from them: `block_size`, `num_blocks`,
-    `max_model_len`."""
+    engine: EngineKnobs
 
 
 class _OptFit(NamedTuple):
@@ -183,7 +189,7 @@ def _llama2_70b(num_devices: int) -> PublishedMachine:
     return PublishedMachine(times, _knobs(num_tokens, LLAMA2_70B.max_model_len))
 
 
-def _knobs(num_kv_tokens: int, max_model_len: int) -> dict[str, int]:
+def _knobs(num_kv_tokens: int, max_model_len: int) -> EngineKnobs:
     return {
         "block_size": BLOCK_SIZE,
         "num_blocks": num_kv_tokens // BLOCK_SIZE,

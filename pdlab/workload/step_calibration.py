@@ -34,6 +34,7 @@ from pdlab.kvcache import blocks_for
 from pdlab.machine import processor_name
 from pdlab.models import Model
 from pdlab.models.cache import cache_dir
+from pdlab.requirements import require_int
 from pdlab.sampling import Sampled, SamplingParams
 from pdlab.workload.step_shapes import Sample, shape_of_record
 
@@ -134,7 +135,11 @@ def computing_nothing(engine: Engine) -> Iterator[None]:
 
 
 def measure_steps(
-    model: Model, config: EngineConfig | None = None, *, progress: bool = False
+    model: Model,
+    config: EngineConfig | None = None,
+    *,
+    rounds: int | None = None,
+    progress: bool = False,
 ) -> list[Sample]:
     """Run steps of many shapes on a real engine: the median seconds of each.
 
@@ -142,15 +147,20 @@ def measure_steps(
     `config` that decide how long a step takes (`TIMING_KNOBS`) and room for all shapes, so that
     what is measured holds for any budget, pool and policy. Shapes that are longer than the model
     takes are left out.
+
+    Args:
+        rounds: at most so many times each step; None for `ROUNDS`.
     """
     config = config or EngineConfig()
+    rounds = ROUNDS if rounds is None else rounds
+    require_int("rounds", rounds, least=1)
     limit = model.config.max_model_len
     scenes = [_possible(scene, limit, bool(config.heavy_tokens)) for scene in SCENES]
     taken: dict[tuple[int, int], list[Sample]] = {}
     with Engine(model, _measuring(config, scenes)) as engine:
         draw = random.Random(0)
         list(_play(engine, *WARM_UP, draw))
-        turns = [(n, scene) for _ in range(ROUNDS) for n, scene in enumerate(scenes)]
+        turns = [(n, scene) for _ in range(rounds) for n, scene in enumerate(scenes)]
         for n, scene in tqdm(turns, desc="measuring steps", disable=not progress):
             left = {
                 i: prompts
