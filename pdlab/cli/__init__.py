@@ -309,3 +309,44 @@ def sampling(
                 save=save,
             )
         )
+
+
+@bench_app.command()
+def scheduling(
+    requests: Annotated[int, typer.Option(help="Of each workload.")] = 40,
+    repeats: Annotated[int, typer.Option(help="Times that the engine serves each.")] = 3,
+    ttft_slo_ms: Annotated[float, typer.Option(help="Latest first token that is good.")] = 2000,
+    tpot_slo_ms: Annotated[float, typer.Option(help="Slowest pace after it that is good.")] = 250,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="agreement, simulator, overhead or published; may be given twice."),
+    ] = None,
+    published: Annotated[
+        Path | None,
+        typer.Option(help="A folder with distserve_sim and splitwise_sim, to compare with."),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="A name, a GGUF file, a model directory or a hub id.")
+    ] = "smollm2-135m",
+    device: DeviceOption = "cpu",
+    save: Annotated[
+        Path | None, typer.Option(help="Write the measurement here, say scheduling.json.")
+    ] = None,
+) -> None:
+    """The simulator beside the engine, and what scheduling and simulating take."""
+    with one_line_errors():
+        from pdlab.cli.bench_scheduling import AskedScheduling, bench_scheduling
+
+        bench_scheduling(
+            AskedScheduling(
+                model=model,
+                device=device,
+                num_requests=requests,
+                repeats=repeats,
+                ttft_slo_ms=ttft_slo_ms,
+                tpot_slo_ms=tpot_slo_ms,
+                sections=only or (),
+                published=published,
+                save=save,
+            )
+        )

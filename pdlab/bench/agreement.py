@@ -1,0 +1,170 @@
+"""Whether the simulator says what the engine then does: the same requests and knobs on both.
+
+The engine serves each workload several times, in turns, with the steps' times measured again before
+each turn, so that a machine that slows down for a while slows both sides of the comparison. The
+simulator runs on the fit to all of these measurements; it never sees a time of the runs it is
+compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from pdlab.costmodel import LinearStepTimes, fit_step_times
+from pdlab.engine import Engine, EngineConfig
+from pdlab.machine import processor_name
+from pdlab.models import Model
+from pdlab.requirements import require_choice, require_int
+from pdlab.workload import WORKLOADS, TraceRequest
+from pdlab.workload.replay import replay
+from pdlab.workload.report import summarize
+from pdlab.workload.serving import SLO, ServingRun
+from pdlab.workload.simulation import simulate
+from pdlab.workload.step_calibration import measure_steps
+from pdlab.workload.step_shapes import Sample, samples_of
+
+METRICS = ("ttft_s", "tpot_s", "goodput_per_s")
+TOLERANCES = {"ttft_s": 0.15, "tpot_s": 0.15, "goodput_per_s": 0.10}
+"""How far off the simulator may be."""
+DEFAULT_SLO = SLO(ttft_s=2.0, tpot_s=0.25)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A served workload in three numbers."""
+
+    ttft_s: float
+    """Median over the requests."""
+    tpot_s: float
+    goodput_per_s: float
+    """Requests a second within the SLO."""
+
+    @classmethod
+    def of(cls, run: ServingRun, slo: SLO) -> Numbers:
+        summary = summarize(run, slo)
+        found = (summary.ttft_s.p50, summary.tpot_s.p50, summary.goodput_per_s)
+        return cls(*(0.0 if value is None else value for value in found))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One workload, served and simulated."""
+
+    workload: str
+    num_requests: int
+    rate_rps: float
+    measured: list[Numbers]
+    """Of each time it was served."""
+    simulated: Numbers
+    step_ratio: float
+    """Seconds that the fit gives all steps of the served runs, over those that they took."""
+
+    def served(self, metric: str) -> float:
+        """Median over the times it was served."""
+        return median(getattr(numbers, metric) for numbers in self.measured)
+
+    def ratio(self, metric: str) -> float:
+        """Simulated over served; 1 if both are 0."""
+        simulated, served = getattr(self.simulated, metric), self.served(metric)
+        return simulated / served if served else (1.0 if simulated == 0 else float("inf"))
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all three are within their tolerance."""
+        return all(abs(self.ratio(name) - 1) <= most for name, most in TOLERANCES.items())
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Agreement:
+        """The inverse of `dataclasses.asdict`."""
+        measured = [Numbers(**numbers) for numbers in values["measured"]]
+        return cls(**values | {"measured": measured, "simulated": Numbers(**values["simulated"])})
+
+
+def measure_agreement(
+    model: Model,
+    config: EngineConfig | None = None,
+    *,
+    workloads: Sequence[str] = tuple(WORKLOADS),
+    num_requests: int = 40,
+    repeats: int = 3,
+    slo: SLO = DEFAULT_SLO,
+    seed: int = 0,
+    rate: float = 1.0,
+    progress: bool = False,
+) -> tuple[list[Agreement], LinearStepTimes]:
+    """Serve and simulate workloads; returns what came of each, and the step times of the simulator.
+
+    Real time: a workload at its own rate takes about `num_requests` over its rate, each time.
+
+    Args:
+        workloads: names of `WORKLOADS`.
+        repeats: how often the engine serves each.
+        rate: of arrivals, as a multiple of the workload's own.
+
+    Raises:
+        ValueError: a number is out of range, or there is no such workload.
+    """
+    for name, value in {"num_requests": num_requests, "repeats": repeats}.items():
+        require_int(name, value, least=1, most=10_000)
+    for name in workloads:
+        require_choice("workloads", name, tuple(WORKLOADS))
+    slo.checked()
+    config = config or EngineConfig()
+    traffic = {
+        name: WORKLOADS[name](num_requests, WORKLOADS[name].rate_rps * rate, seed)
+        for name in workloads
+    }
+    measured: dict[str, list[Numbers]] = {name: [] for name in workloads}
+    steps: dict[str, list[Sample]] = {name: [] for name in workloads}
+    calibration: list[Sample] = []
+    with tqdm(total=repeats * (len(traffic) + 1), disable=not progress) as bar:
+        for turn in range(repeats):
+            calibration += measure_steps(model, config, rounds=2 if repeats > 1 else None)
+            bar.update()
+            for name in _from(turn, list(traffic)):
+                run, samples = _serve(model, config, traffic[name])
+                measured[name].append(Numbers.of(run, slo))
+                steps[name] += samples
+                bar.update()
+    times = fit_step_times(calibration, f"measured on {processor_name()}: {model.name}")
+    agreements = [
+        Agreement(
+            workload=name,
+            num_requests=num_requests,
+            rate_rps=WORKLOADS[name].rate_rps * rate,
+            measured=measured[name],
+            simulated=Numbers.of(
+                simulate(requests, config, times, max_model_len=model.config.max_model_len), slo
+            ),
+            step_ratio=_step_ratio(times, steps[name]),
+        )
+        for name, requests in traffic.items()
+    ]
+    return agreements, times
+
+
+def _from(turn: int, names: list[str]) -> list[str]:
+    """All names, each turn beginning with another."""
+    first = turn % len(names) if names else 0
+    return names[first:] + names[:first]
+
+
+def _serve(
+    model: Model, config: EngineConfig, requests: Sequence[TraceRequest]
+) -> tuple[ServingRun, list[Sample]]:
+    with Engine(model, config) as engine:
+        run = replay(engine, requests)
+        return run, samples_of(engine.trace)
+
+
+def _step_ratio(times: LinearStepTimes, samples: Iterable[Sample]) -> float:
+    predicted_s = measured_s = 0.0
+    for shape, seconds in samples:
+        predicted_s += times.step_s(shape)
+        measured_s += seconds
+    return predicted_s / measured_s if measured_s else 1.0

@@ -1,0 +1,190 @@
+"""`pdlab bench scheduling`: simulator beside engine, and what simulating and scheduling take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pdlab.bench.agreement import METRICS, TOLERANCES, Agreement
+from pdlab.bench.published_fits import FitErrors
+from pdlab.bench.scheduling import (
+    SECTIONS,
+    SchedulingBench,
+    SimulatorSpeed,
+    StepOverhead,
+    measure_scheduling,
+)
+from pdlab.cli.text import counted, seconds
+from pdlab.cli.walk import check_save
+from pdlab.models import load
+from pdlab.requirements import require_choice, require_int
+from pdlab.workload.serving import SLO
+
+HEADS = {"ttft_s": "median TTFT", "tpot_s": "median TPOT", "goodput_per_s": "goodput"}
+
+
+@dataclass(frozen=True)
+class AskedScheduling:
+    """What was asked for on the command line."""
+
+    model: str
+    device: str
+    num_requests: int
+    repeats: int
+    ttft_slo_ms: float
+    tpot_slo_ms: float
+    sections: Sequence[str]
+    published: Path | None
+    save: Path | None
+
+
+def bench_scheduling(asked: AskedScheduling) -> None:
+    """Measure what is asked for, and print it.
+
+    Raises:
+        ValueError: a parameter is out of range; nothing was loaded yet if that could be told.
+    """
+    check_save(asked.save)
+    for name in asked.sections:
+        require_choice("only", name, SECTIONS)
+    for name, value in {"requests": asked.num_requests, "repeats": asked.repeats}.items():
+        require_int(name, value, least=1, most=10_000)
+    if asked.published and not asked.published.is_dir():
+        raise ValueError(f"published={str(asked.published)!r} is no directory")
+    slo = SLO(asked.ttft_slo_ms / 1e3, asked.tpot_slo_ms / 1e3).checked()
+    console = Console(highlight=False)
+    found = measure_scheduling(
+        load(asked.model, device=asked.device),
+        sections=asked.sections or SECTIONS,
+        num_requests=asked.num_requests,
+        repeats=asked.repeats,
+        slo=slo,
+        published_data=asked.published,
+        progress=console.is_terminal,
+    )
+    for part in _report(found):
+        console.print(part, soft_wrap=isinstance(part, str))
+    if asked.save:
+        found.save(asked.save)
+        console.print(f"saved: {asked.save}", soft_wrap=True)
+
+
+def _report(found: SchedulingBench) -> Iterator[str | Table]:
+    machine, model = found.machine, found.model
+    yield (
+        f"on {escape(str(machine['processor']))}, "
+        f"{counted(int(machine['threads'] or 1), 'thread')}, {machine['device']}; "
+        f"{escape(model['name'])}, {model['dtype']}"
+    )
+    if found.busy:
+        yield (
+            f"Other processes were at work (load {machine['load_before']}): measured times may be "
+            "too high, and change from one moment to the next."
+        )
+    if found.agreements:
+        yield from _agreement(found)
+    if found.speeds:
+        yield from _speeds(found.speeds)
+    if found.overheads:
+        yield from _overheads(found.overheads)
+    if found.published:
+        yield from _published(found.published)
+
+
+def _agreement(found: SchedulingBench) -> Iterator[str | Table]:
+    times, first = found.step_times, found.agreements[0]
+    assert times is not None
+    yield (
+        f"\n[bold]the engine, measured, and the simulator[/]: "
+        f"{counted(first.num_requests, 'request')} each, served {len(first.measured)} times: "
+        "median, lowest and highest"
+    )
+    yield (
+        f"goodput: TTFT up to {seconds(found.slo.ttft_s)} and TPOT up to "
+        f"{seconds(found.slo.tpot_s)}"
+    )
+    yield (
+        f"the simulator's step times: fit to {times.num_samples} measured steps, median error "
+        f"{times.median_error:.1%}, worst {times.worst_error:.0%}"
+    )
+    table = _new_table("", "measured", "", "simulated", "ratio", "within")
+    for agreement in found.agreements:
+        table.add_row(f"{agreement.workload}, {agreement.rate_rps:g}/s")
+        for metric in METRICS:
+            table.add_row(*_agreement_row(agreement, metric))
+        table.add_row("  all its steps", "", "", "", f"{agreement.step_ratio:.2f}")
+    yield table
+
+
+def _agreement_row(agreement: Agreement, metric: str) -> list[str]:
+    ratio, most = agreement.ratio(metric), TOLERANCES[metric]
+    values = [getattr(numbers, metric) for numbers in agreement.measured]
+    return [
+        f"  {HEADS[metric]}",
+        _shown(metric, agreement.served(metric)),
+        f"{_shown(metric, min(values))} to {_shown(metric, max(values))}",
+        _shown(metric, getattr(agreement.simulated, metric)),
+        f"{ratio:.2f}",
+        f"{most:.0%}: {'yes' if abs(ratio - 1) <= most else 'no'}",
+    ]
+
+
+def _shown(metric: str, value: float) -> str:
+    return f"{value:.3g}/s" if metric == "goodput_per_s" else seconds(value)
+
+
+def _speeds(speeds: list[SimulatorSpeed]) -> Iterator[str | Table]:
+    yield "\n[bold]the simulator's own time[/], measured: requests like Azure's conversations"
+    table = _new_table("machine", "requests", "rate", "steps", "simulated", "took")
+    for speed in speeds:
+        table.add_row(
+            speed.machine,
+            f"{speed.num_requests:,}",
+            f"{speed.rate_rps:g}/s",
+            f"{speed.num_steps:,}",
+            seconds(speed.duration_s),
+            seconds(speed.wall_s),
+        )
+    yield table
+
+
+def _overheads(overheads: list[StepOverhead]) -> Iterator[str | Table]:
+    yield (
+        f"\n[bold]the engine's own time a step[/], measured: {overheads[0].batch} decodes, without "
+        "model and sampling"
+    )
+    names = list(overheads[0].part_s)
+    table = _new_table("trace", *names, "all")
+    for overhead in overheads:
+        parts = [seconds(overhead.part_s[name]) for name in names]
+        kept = "kept" if overhead.record_trace else "not kept"
+        table.add_row(kept, *parts, seconds(overhead.total_s))
+    yield table
+
+
+def _published(fits: list[FitErrors]) -> Iterator[str | Table]:
+    yield "\n[bold]against published times[/]: relative errors of simulated or predicted steps"
+    table = _new_table("", "phase", "rows", "median", "worst", "within 20%")
+    for fit in fits:
+        table.add_row(
+            fit.name,
+            fit.phase,
+            f"{fit.num_rows:,}",
+            f"{fit.median:.1%}",
+            f"{fit.worst:.1%}",
+            f"{fit.within:.0%}",
+        )
+    yield table
+
+
+def _new_table(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
