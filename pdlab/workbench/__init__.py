@@ -35,6 +35,7 @@ from pdlab.workbench.lesson import Predictions, glossary, progress
 from pdlab.workbench.memory_ledger import MemoryLedger
 from pdlab.workbench.notebooks import execute_notebook
 from pdlab.workbench.palette import legend
+from pdlab.workbench.policy_lab import PolicyLab
 from pdlab.workbench.roofline_view import RooflineView
 from pdlab.workbench.sampling_lab import SamplingLab
 from pdlab.workbench.stepper import Stepper
@@ -51,6 +52,7 @@ __all__ = [
     "KVCost",
     "LatencyView",
     "MemoryLedger",
+    "PolicyLab",
     "Predictions",
     "RooflineView",
     "SamplingLab",

@@ -1,0 +1,332 @@
+"""What the PolicyLab simulates, and what it shows of a run: plain data of bounded size."""
+
+from __future__ import annotations
+
+import copy
+import linecache
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pdlab.costmodel import StepShape, StepTimes, causal_pairs
+from pdlab.engine import EngineConfig
+from pdlab.engine.policies import POLICIES, Deadline, Policy
+from pdlab.requirements import LARGEST_SEED, require_choice, require_int
+from pdlab.workbench.gantt_data import gantt_data
+from pdlab.workbench.latency_data import curve
+from pdlab.workload.report import Summary, latency_samples, over_time, summarize
+from pdlab.workload.serving import SLO, ServingRun, StepSpan
+from pdlab.workload.simulation import simulate
+from pdlab.workload.traces import TraceRequest
+from pdlab.workload.traffic import WORKLOADS
+
+# --- workloads -----------------------------------------------------------------------------------
+
+ONE_LONG = "short vs. one long"
+LONG_EVERY, LONG_FIRST, LONG_TOKENS, LONG_OUTPUT = 20, 5, 1600, 20
+"""Every 20th request, beginning with the 6th, has a long prompt."""
+DESCRIPTIONS = {name: workload.description for name, workload in WORKLOADS.items()} | {
+    ONE_LONG: f"Short questions; one of {LONG_EVERY} has {LONG_TOKENS} tokens to read."
+}
+MOST_REQUESTS = 2000
+
+
+def make_requests(
+    workload: str, num_requests: int, rate_rps: float, seed: int
+) -> list[TraceRequest]:
+    """The first requests of a workload of this name.
+
+    Raises:
+        ValueError: there is no such workload, or a number is out of range.
+    """
+    require_choice("workload", workload, tuple(DESCRIPTIONS))
+    require_int("seed", seed, 0, LARGEST_SEED // 4)
+    if workload != ONE_LONG:
+        return WORKLOADS[workload](num_requests, rate_rps, seed)
+    requests = WORKLOADS["short chat"](num_requests, rate_rps, seed)
+    for i in range(LONG_FIRST, num_requests, LONG_EVERY):
+        requests[i] = TraceRequest(requests[i].arrival_s, LONG_TOKENS, LONG_OUTPUT, priority=1)
+    return requests
+
+
+# --- machines ------------------------------------------------------------------------------------
+
+USUAL_BATCH = 8
+"""Decodes of one step, to reckon what a machine can do."""
+USUAL_LOAD = 0.6
+"""Part of that which arrives at first: queues form, and most of the time empty again."""
+LONG_PROMPT, LONG_CONTEXT = 1000, 300
+"""Of the requests that the limits are made for, in tokens."""
+
+
+class Machine(NamedTuple):
+    """Something to simulate."""
+
+    label: str
+    step_times: StepTimes
+    config: EngineConfig
+    """The knobs that have no control."""
+    max_model_len: int
+
+    @property
+    def line(self) -> str:
+        """What the times rest on."""
+        return "with step times " + self.step_times.basis.replace("published: ", "published for ")
+
+    def usual_rate(self, workload: str) -> float:
+        """Requests a second that keep it busy, to two digits.
+
+        Prompts one by one, decodes in a batch of `USUAL_BATCH`.
+        """
+        requests = make_requests(workload, 200, 1.0, 0)
+        busy_s = sum(self._work_s(request) for request in requests) / len(requests)
+        return float(f"{USUAL_LOAD / busy_s:.2g}")
+
+    def _work_s(self, request: TraceRequest) -> float:
+        prompt, output = request.num_prompt_tokens, request.num_output_tokens
+        context = prompt + output // 2
+        return self._prefill_s(prompt) + output * self._decode_s(context) / USUAL_BATCH
+
+    def _prefill_s(self, num_tokens: int) -> float:
+        pairs = causal_pairs(0, num_tokens)
+        return self.step_times.step_s(StepShape(1, num_tokens, pairs, 0, 0))
+
+    def _decode_s(self, context: int) -> float:
+        shape = StepShape(0, 0, 0, USUAL_BATCH, USUAL_BATCH * context, context)
+        return self.step_times.step_s(shape)
+
+    def usual_slo(self) -> SLO:
+        """Twice what a long prompt takes alone, four times what a decode takes; to one digit."""
+        ttft_s, tpot_s = 2 * self._prefill_s(LONG_PROMPT), 4 * self._decode_s(LONG_CONTEXT)
+        return SLO(float(f"{ttft_s:.1g}"), float(f"{tpot_s:.1g}"))
+
+
+# --- settings ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the controls say. All else follows from it."""
+
+    batching: str
+    policy: str
+    """The name of a policy."""
+    max_num_batched_tokens: int
+    chunk_size: int | None
+    max_num_seqs: int
+    rate_rps: float
+    workload: str
+    num_requests: int
+    seed: int
+    machine: str
+    ttft_slo_s: float
+    tpot_slo_s: float
+
+    @property
+    def slo(self) -> SLO:
+        return SLO(self.ttft_slo_s, self.tpot_slo_s).checked()
+
+    @property
+    def line(self) -> str:
+        """All of them but the machine, in one line."""
+        chunk = "whole budget" if self.chunk_size is None else self.chunk_size
+        return (
+            f"{self.batching}, {self.policy}, budget {self.max_num_batched_tokens}, chunk {chunk}, "
+            f"{self.max_num_seqs} seats; {self.workload} at {self.rate_rps:g}/s, seed {self.seed}"
+        )
+
+    def requests(self) -> list[TraceRequest]:
+        """The workload."""
+        return make_requests(self.workload, self.num_requests, self.rate_rps, self.seed)
+
+    def config(self, machine: Machine, policies: Mapping[str, Policy]) -> EngineConfig:
+        """The engine's knobs.
+
+        The policy is a copy, so that each run finds it as it was registered; `deadline` works
+        towards the limit of the lab.
+
+        Raises:
+            ValueError: there is no such policy, or knobs do not go together.
+        """
+        require_choice("policy", self.policy, (*POLICIES, *policies))
+        policy: Policy
+        if self.policy in policies:
+            policy = copy.deepcopy(policies[self.policy])
+        elif self.policy == "deadline":
+            policy = Deadline(self.ttft_slo_s)
+        else:
+            policy = POLICIES[self.policy]()
+        return replace(
+            machine.config,
+            batching=self.batching,
+            policy=policy,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            chunk_size=self.chunk_size,
+            max_num_seqs=self.max_num_seqs,
+        )
+
+    def run(
+        self, machine: Machine, policies: Mapping[str, Policy], num_requests: int | None = None
+    ) -> ServingRun:
+        """Simulate; only the first requests if a number is given."""
+        return simulate(
+            self.requests()[:num_requests],
+            self.config(machine, policies),
+            machine.step_times,
+            max_model_len=machine.max_model_len,
+        )
+
+
+def named_policies(policies: Mapping[str, Policy] | tuple[Policy, ...] | list[Policy]) -> dict:
+    """Policies of one's own by the name of their class.
+
+    Raises:
+        ValueError: one is no Policy object, or has the name of a built-in one.
+    """
+    found = {}
+    for policy in policies.values() if isinstance(policies, Mapping) else policies:
+        if isinstance(policy, type) and issubclass(policy, Policy):
+            name = policy.__name__
+            raise ValueError(f"policy={name} is a class: pass an object, {name}()")
+        if not isinstance(policy, Policy):
+            raise ValueError(f"policy={policy!r:.60} must be an object derived from pdlab.Policy")
+        name = type(policy).__name__
+        if name in POLICIES:
+            raise ValueError(f"policy={name} is the name of a built-in policy: rename your class")
+        found[name] = policy
+    return found
+
+
+def in_words(error: BaseException) -> str:
+    """What went wrong, in a line; for an error that a policy raised, with the line that did."""
+    text = " ".join(str(error).split())
+    if isinstance(error, ValueError) and not text.startswith(("math", "invalid literal")):
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1] if frames else None
+    where = ""
+    if last is not None and last.lineno:
+        code = (last.line or linecache.getline(last.filename, last.lineno)).strip()
+        where = f" in line {last.lineno}: {code}" if code else ""
+    return f"{type(error).__name__}: {text}{where}"
+
+
+# --- what is shown -------------------------------------------------------------------------------
+
+NUMBERS = (
+    ("ttft_p50", "TTFT p50", "s"),
+    ("ttft_p99", "TTFT p99", "s"),
+    ("itl_p99", "ITL p99", "s"),
+    ("goodput", "goodput", "req/s"),
+    ("throughput", "throughput", "tok/s"),
+)
+"""The big numbers: key, label, unit. Of seconds less is better, of rates more."""
+COMPARED = (
+    ("ttft_p50", "TTFT p50", "s"),
+    ("ttft_p99", "TTFT p99", "s"),
+    ("tpot_p50", "TPOT p50", "s"),
+    ("itl_p99", "ITL p99", "s"),
+    ("goodput", "goodput", "req/s"),
+    ("throughput", "throughput", "tok/s"),
+    ("duration", "last token after", "s"),
+)
+"""Rows of the table that sets a real run beside its simulation."""
+MINI_ROWS, MINI_SPANS = 30, 900
+BINS = 110
+
+
+def numbers_of(summary: Summary) -> dict[str, float | None]:
+    """By key; None where nothing was measured."""
+    return {
+        "ttft_p50": summary.ttft_s.p50,
+        "ttft_p99": summary.ttft_s.p99,
+        "tpot_p50": summary.tpot_s.p50,
+        "itl_p99": summary.itl_s.p99,
+        "goodput": summary.goodput_per_s,
+        "attainment": summary.attainment,
+        "throughput": summary.output_tokens_per_s,
+        "duration": summary.duration_s,
+    }
+
+
+def picture_of(run: ServingRun, slo: SLO, view: str) -> dict[str, Any]:
+    """Everything that is drawn of a run.
+
+    Args:
+        view: `requests` for the lives of the first ones, `load` for queue and batch over time.
+    """
+    summary = summarize(run, slo)
+    seconds, parts = curve(latency_samples(run.requests)["ttft_s"])
+    return {
+        "numbers": numbers_of(summary),
+        "num_requests": summary.num_requests,
+        "num_refused": summary.num_refused,
+        "error": next((r.error for r in run.requests if r.error), ""),
+        "num_preemptions": summary.num_preemptions,
+        "cdf": [_digits(seconds), _digits(parts)],
+        "timeline": _first_rows(run, slo) if view == "requests" else _load(run),
+    }
+
+
+def _first_rows(run: ServingRun, slo: SLO) -> dict[str, Any]:
+    """The lives of the first requests, as in the Gantt chart."""
+    first = _only_first(run, MINI_ROWS)
+    data = gantt_data(first, slo=slo, max_rows=MINI_ROWS, max_segments=MINI_SPANS)
+    rows = [
+        {"spans": row["spans"], "met": row["met"], "end": row["end"], "prompt": row["prompt"]}
+        for row in data["rows"]
+    ]
+    return {"view": "requests", "rows": rows, "end_s": data["end_s"]}
+
+
+def _only_first(run: ServingRun, num: int) -> ServingRun:
+    """The run as its first requests saw it: all steps until they end, and nobody else in them."""
+    requests = run.requests[:num]
+    names = {request.request_id for request in requests}
+    ends = [r.metrics.token_times_s[-1] for r in requests if r.metrics.token_times_s]
+    end_s = max(ends, default=0.0)
+    steps = [_only(step, names) for step in run.steps if step.start_s < end_s]
+    return replace(run, requests=requests, steps=steps)
+
+
+def _only(step: StepSpan, names: set[str]) -> StepSpan:
+    return replace(
+        step,
+        decodes=[name for name in step.decodes if name in names],
+        prompts={name: n for name, n in step.prompts.items() if name in names},
+        preempted=[name for name in step.preempted if name in names],
+    )
+
+
+def _load(run: ServingRun) -> dict[str, Any]:
+    """Waiting requests and the batch over the whole run."""
+    means = over_time(run, BINS)
+    return {
+        "view": "load",
+        "end_s": run.duration_s,
+        "queue": _digits(means.queue_depth),
+        "batch": _digits(means.batch_size),
+    }
+
+
+def _digits(values: Any) -> list[float]:
+    """Four significant digits: enough for a picture."""
+    return [float(f"{value:.4g}") for value in np.asarray(values, dtype=float)]
+
+
+def compared(measured: ServingRun, simulated: ServingRun, slo: SLO) -> list[dict[str, Any]]:
+    """A row for each number: what the engine did, and what the simulation says."""
+    real, simulation = (numbers_of(summarize(run, slo)) for run in (measured, simulated))
+    return [
+        {
+            "key": key,
+            "label": label,
+            "unit": unit,
+            "measured": real[key],
+            "simulated": simulation[key],
+        }
+        for key, label, unit in COMPARED
+    ]
