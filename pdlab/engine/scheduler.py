@@ -75,7 +75,7 @@ class ScheduledBatch:
     starved: bool = False
     """Whether somebody who runs found no blocks to go on."""
     shut: bool = False
-    """Whether the next who waits was asked for, and had no room."""
+    """Whether admission ended because there was no room, or nobody to admit."""
     made_wait: bool = False
     """Whether the phase that goes first took the step and the other one has work."""
 
@@ -326,17 +326,11 @@ class Scheduler:
         if all(s.paused for s in self.running):
             self._num_to_join = len(self.waiting)
         while batch.budget and self._is_open:
-            sequence = self.waiting.next(view)
-            if sequence is None:
-                self._num_to_join = 0
+            found = self._next_with_room(batch, view)
+            if found is None:
+                self._num_to_join, batch.shut = 0, True
                 break
-            hits = self.kv.look_up(sequence)
-            if not self._has_room(sequence, hits):
-                if not (paused := [s for s in self.running if s.paused]):
-                    self._num_to_join, batch.shut = 0, True
-                    break
-                self._preempt(paused[-1], batch)
-                continue
+            sequence, hits = found
             if sequence.state is SequenceState.WAITING:
                 self.kv.count(sequence, hits)
                 self._give_turn(sequence)
@@ -348,6 +342,27 @@ class Scheduler:
             self._num_to_join -= 1
             num_tokens = min(sequence.num_uncomputed_tokens, batch.budget, self.chunk_size)
             self._plan(sequence, num_tokens, batch)
+
+    def _next_with_room(
+        self, batch: ScheduledBatch, view: QueueView
+    ) -> tuple[Sequence, Hits] | None:
+        """Who is next, and what the prefix cache has of it; paused ones make room.
+
+        None if there is no room for it, or nobody to admit.
+        """
+        while True:
+            paused = [s for s in self.running if s.paused]
+            if self.num_seats_taken >= self.max_num_seqs and not paused:
+                return None  # whoever it is: a policy need not be asked
+            sequence = self.waiting.next(view)
+            if sequence is None:
+                return None
+            hits = self.kv.look_up(sequence)
+            if self._has_room(sequence, hits):
+                return sequence, hits
+            if not paused:
+                return None
+            self._preempt(paused[-1], batch)
 
     @property
     def _is_open(self) -> bool:

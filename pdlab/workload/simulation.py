@@ -14,10 +14,10 @@ the time a copy to host memory takes, so `num_swap_blocks` must be 0.
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from pdlab.costmodel import StepShape, StepTimes
-from pdlab.engine.admission import check_fits
+from pdlab.engine.admission import check_fits, longest
 from pdlab.engine.config import EngineConfig
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
@@ -62,14 +62,13 @@ def simulate(
     return Simulation(arrivals, config, step_times, leaps=leaps).run()
 
 
-@dataclass(eq=False)
-class Job(Sequence):
-    """A sequence that knows how long its output will be, and keeps its own times."""
+@dataclass(slots=True)
+class Job:
+    """What becomes of a sequence, and how long its output will still be."""
 
-    metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))
-    served: ServedRequest | None = None
-    num_left: int = 0
-    """Tokens still to be sampled."""
+    served: ServedRequest
+    num_left: int
+    """Tokens to be sampled."""
 
 
 class Simulation:
@@ -87,6 +86,7 @@ class Simulation:
         self.requests: list[ServedRequest] = []
         self.steps: list[StepSpan] = []
         self.now_s = 0.0
+        self._jobs: dict[Sequence, Job] = {}
         self._params: dict[int, SamplingParams] = {}
 
     def run(self) -> ServingRun:
@@ -125,39 +125,40 @@ class Simulation:
     def _step(self, batch: ScheduledBatch, shape: StepShape) -> None:
         start_s, scheduler = self.now_s, self.scheduler
         self.now_s += self.step_times.step_s(shape)
-        for job in batch.preempted:
-            job.metrics.num_preemptions += 1
+        for sequence in batch.preempted:
+            self._jobs[sequence].served.metrics.num_preemptions += 1
         scheduler.update(batch, {p.sequence.sequence_id: [0] for p in batch.scheduled})
         prompts: dict[str, int] = {}
         decodes: list[str] = []
         for part in batch.scheduled:
-            job = part.sequence
+            job, name = self._jobs[part.sequence], part.sequence.request_id
+            metrics = job.served.metrics
             if part.phase == "decode":
-                decodes.append(job.request_id)
+                decodes.append(name)
             else:
-                prompts[job.request_id] = part.num_tokens
-                if job.metrics.first_scheduled_s is None:
-                    job.metrics.first_scheduled_s = start_s
-                    job.metrics.num_cached_tokens = part.num_cached_tokens
+                prompts[name] = part.num_tokens
+                if metrics.first_scheduled_s is None:
+                    metrics.first_scheduled_s = start_s
+                    metrics.num_cached_tokens = part.num_cached_tokens
             if part.samples:
-                job.metrics.token_times_s.append(self.now_s)
+                metrics.token_times_s.append(self.now_s)
                 job.num_left -= 1
-        self._note(start_s, decodes, prompts, [job.request_id for job in batch.preempted])
+        self._note(start_s, decodes, prompts, [s.request_id for s in batch.preempted])
 
     def _leap(self, batch: ScheduledBatch, shape: StepShape) -> None:
         """The same decodes again, until somebody ends or comes, or blocks run out."""
-        running, next_s = self.scheduler.running, self.arrivals.next_s
-        num_steps = min(job.num_left for job in running)
+        jobs, next_s = [self._jobs[s] for s in self.scheduler.running], self.arrivals.next_s
+        num_steps = min(job.num_left for job in jobs)
         num_steps = self.scheduler.num_repeats(batch, num_steps) if num_steps else 0
-        start_s, times_s = self.now_s, []
+        start_s, times_s = self.now_s, list[float]()
         while len(times_s) < num_steps and (next_s is None or self.now_s < next_s):
             shape = one_later(shape)
             self.now_s += self.step_times.step_s(shape)
             times_s.append(self.now_s)
         if times_s:
             self.scheduler.repeat(batch, len(times_s))
-            for job in running:
-                job.metrics.token_times_s += times_s
+            for job in jobs:
+                job.served.metrics.token_times_s += times_s
                 job.num_left -= len(times_s)
             self._note(start_s, self.steps[-1].decodes, {}, [], len(times_s))
 
@@ -191,18 +192,8 @@ class Simulation:
         name = f"r{len(self.requests)}"
         served = ServedRequest(name, metrics, priority=request.priority)
         self.requests.append(served)
-        job = self._job(name, request, served)
-        try:
-            check_fits(self.config, Retention(), job.prompt_ids, job.params)
-            self.scheduler.add(job)
-        except ValueError as error:
-            served.finish_reason, served.error = "error", str(error)
-            self.arrivals.note_finished(self.now_s)
-
-    def _job(self, name: str, request: TraceRequest, served: ServedRequest) -> Job:
         prompt_ids, knows_prefix = tokens_of(request)
-        room = max(1, (self.config.max_model_len or 0) - len(prompt_ids))
-        return Job(
+        sequence = Sequence(
             name,
             name,
             prompt_ids,
@@ -210,10 +201,15 @@ class Simulation:
             uses_prefix_cache=knows_prefix and self.config.enable_prefix_cache,
             arrival_s=request.arrival_s,
             priority=request.priority,
-            metrics=served.metrics,
-            served=served,
-            num_left=min(request.num_output_tokens, room),
         )
+        try:
+            check_fits(self.config, Retention(), prompt_ids, sequence.params)
+            self.scheduler.add(sequence)
+            room = max(1, longest(self.config) - len(prompt_ids))
+            self._jobs[sequence] = Job(served, min(request.num_output_tokens, room))
+        except ValueError as error:
+            served.finish_reason, served.error = "error", str(error)
+            self.arrivals.note_finished(self.now_s)
 
     def _params_for(self, max_tokens: int) -> SamplingParams:
         if max_tokens not in self._params:
@@ -223,10 +219,9 @@ class Simulation:
     def _end(self, batch: ScheduledBatch) -> None:
         """Let those go whose last token was sampled."""
         for part in batch.scheduled:
-            job = part.sequence
-            if not job.num_left:
-                self.scheduler.finish(job, "length")
-                job.served.finish_reason = "length"
+            if not self._jobs[part.sequence].num_left:
+                self.scheduler.finish(part.sequence, "length")
+                self._jobs.pop(part.sequence).served.finish_reason = "length"
                 self.arrivals.note_finished(self.now_s)
 
 

@@ -69,7 +69,10 @@ MUTANTS = [
     mutant(
         "a paused sequence keeps its blocks from those who wait",
         SCHEDULER,
-        ("if not (paused := [s for s in self.running if s.paused]):", "if True:"),
+        (
+            "            if not paused:\n                return None\n            self._preempt",
+            "            return None\n            self._preempt",
+        ),
     ),
     mutant(
         "a paused sequence loses its place",
@@ -896,12 +899,12 @@ MUTANTS = [
     mutant(
         "sharing saves nothing in the record",
         RECORDER,
-        ("                uses += fill", "                uses = sum(fills.values())"),
+        ("_Use(len(blocks), filled, uses - filled)", "_Use(len(blocks), filled, 0)"),
     ),
     mutant(
         "a shared slot counts twice",
         RECORDER,
-        ("filled = sum(fills.values())", "filled = uses"),
+        ("return _Use(len(blocks), filled,", "return _Use(len(blocks), uses,"),
     ),
     mutant(
         "the record names cached blocks that are held",

@@ -147,7 +147,7 @@ def test_smaller_blocks_are_parts_of_the_traces_own() -> None:
         replay_cache(requests, num_blocks=None, block_size=3)
 
 
-# --- the slot replay against a recount of every step -----------------------------------------------
+# --- the slot replay against a recount of every step ---------------------------------------------
 
 
 class StepByStep(SlotReplay):
