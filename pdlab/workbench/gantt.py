@@ -8,7 +8,7 @@ from typing import Any
 import traitlets
 
 from pdlab.requirements import require_choice, require_int
-from pdlab.workbench.gantt_data import MAX_ROWS, MAX_SEGMENTS, gantt_data, named_runs
+from pdlab.workbench.gantt_data import MAX_ROWS, MAX_SEGMENTS, gantt_data, named_runs, run_facts
 from pdlab.workbench.widget import TraceWidget
 from pdlab.workload.serving import SLO, ServingRun
 
@@ -54,13 +54,15 @@ class Gantt(TraceWidget):
     ) -> None:
         self._runs = named_runs(runs)
         self._slo = slo.checked() if slo else None
+        self._facts = {name: run_facts(each, slo) for name, each in self._runs.items()}
         names = tuple(self._runs)
         if run is not None:
             require_choice("run", run, names)
         require_int("first", first, 0)
         super().__init__(slo=slo._asdict() if slo else None, run=names[0] if run is None else run)
         self.first = first
-        self._reload()
+        if not self.runs:
+            self._reload()
 
     @property
     def data(self) -> dict[str, Any]:
@@ -78,7 +80,14 @@ class Gantt(TraceWidget):
     def _reload(self) -> None:
         share = max(MAX_ROWS, MAX_SEGMENTS // len(self._runs))
         self.runs = [
-            gantt_data(run, name=name, slo=self._slo, first=self.first, max_segments=share)
+            gantt_data(
+                run,
+                name=name,
+                slo=self._slo,
+                first=self.first,
+                max_segments=share,
+                facts=self._facts[name],
+            )
             for name, run in self._runs.items()
         ]
 

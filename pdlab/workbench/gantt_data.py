@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from pdlab.requirements import require_int, shown
@@ -39,8 +39,8 @@ class Span(NamedTuple):
         return self.end_s - self.start_s
 
 
-def lives(run: ServingRun) -> dict[str, list[Span]]:
-    """Every request's spans in order of time, read off the steps.
+def lives(run: ServingRun, requests: Iterable[ServedRequest] = ()) -> dict[str, list[Span]]:
+    """Spans of these requests, or of all, in order of time, read off the steps.
 
     `waiting` lasts from the arrival to the first step that runs it, `preempted` until it runs
     again. `stalled`: it holds its KV and steps of others pass without it. Between two steps that
@@ -48,19 +48,20 @@ def lives(run: ServingRun) -> dict[str, list[Span]]:
     nor refused waits until the run ends; of an abort the moment is not known, so the last step is
     the end.
     """
-    found = {r.request_id: _Life(r.metrics.arrival_s) for r in run.requests}
-    forks = _first_steps(run)
+    chosen = list(requests) or run.requests
+    found = {r.request_id: _Life(r.metrics.arrival_s) for r in chosen}
+    forks = _first_steps(chosen)
     for index, step in enumerate(run.steps):
-        for name in step.preempted:
+        for name in found.keys() & step.preempted:
             found[name].lose(step.start_s, index)
-        for name, tokens in step.prompts.items():
-            found[name].work("prefill", step, index, tokens)
-        for name in step.decodes:
+        for name in found.keys() & step.prompts:
+            found[name].work("prefill", step, index, step.prompts[name])
+        for name in found.keys() & step.decodes:
             found[name].work("decode", step, index, step.num_steps)
-        for name in forks[step.start_s]:
+        for name in forks.get(step.start_s, ()):
             if name not in step.prompts and name not in step.decodes:
                 found[name].work("prefill", step, index, 0)  # its sibling computed its prompt
-    for request in run.requests:
+    for request in chosen:
         if request.finish_reason is None and not request.error:
             found[request.request_id].idle(run.duration_s, len(run.steps))
     return {name: life.spans for name, life in found.items()}
@@ -93,10 +94,10 @@ class _Life:
         self.until_s, self.state, self.last_index = step.end_s, "stalled", index
 
 
-def _first_steps(run: ServingRun) -> dict[float, list[str]]:
+def _first_steps(requests: Iterable[ServedRequest]) -> dict[float, list[str]]:
     """Requests by the moment their first step began."""
     found: dict[float, list[str]] = defaultdict(list)
-    for request in run.requests:
+    for request in requests:
         if request.metrics.first_scheduled_s is not None:
             found[request.metrics.first_scheduled_s].append(request.request_id)
     return found
@@ -113,6 +114,7 @@ def gantt_data(
     first: int = 0,
     max_rows: int = MAX_ROWS,
     max_segments: int = MAX_SEGMENTS,
+    facts: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A run as plain data of bounded size: rows of spans, steps, and what the picture says of them.
 
@@ -122,6 +124,7 @@ def gantt_data(
     Args:
         first: number of the request in the topmost row, in order of arrival.
         max_segments: spans at most, and as many steps.
+        facts: those of `run_facts` that are known already.
 
     Raises:
         ValueError: a number is out of its range, or the limits in `slo` are.
@@ -132,7 +135,7 @@ def gantt_data(
         raise ValueError(f"max_rows={max_rows} must be at most {MAX_ROWS}")
     require_int("max_segments", max_segments, max_rows)
     requests = run.requests[first : first + max_rows]
-    all_spans = lives(run)
+    all_spans = lives(run, requests) if requests else {}
     spans = [_joined_decodes(all_spans[r.request_id]) for r in requests]
     start_s = min((r.metrics.arrival_s for r in requests), default=0.0)
     end_s = max((s[-1].end_s for s in spans if s), default=run.duration_s)
@@ -155,11 +158,11 @@ def gantt_data(
         "end_s": _micro(end_s),
         "duration_s": _micro(run.duration_s),
         "joined_s": max(joined_s, joined_steps_s),
-        "facts": _facts(run, slo),
+        "facts": run_facts(run, slo) if facts is None else facts,
     }
 
 
-def _facts(run: ServingRun, slo: SLO | None) -> dict[str, Any]:
+def run_facts(run: ServingRun, slo: SLO | None) -> dict[str, Any]:
     """The few numbers that stand above the picture."""
     summary = summarize(run, slo)
     return {

@@ -5,11 +5,11 @@ How latencies are counted says `pdlab.workload.report`, from which the numbers c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from pdlab.workload.report import FINISHED, latency_samples
 from pdlab.workload.serving import SLO, ServingRun
@@ -25,7 +25,7 @@ MARKED = (50, 90, 99)
 """Percentiles that are written out."""
 MAX_POINTS = 400
 """Points of a curve; a longer one is drawn through as many quantiles."""
-MAX_PAIRS = 4000
+MAX_PAIRS = 8000
 """Requests whose TTFT and TPOT one widget sends to the browser, over all its runs."""
 WIDE = 20
 """From this ratio of the largest to the smallest value on, a logarithmic axis shows more."""
@@ -38,7 +38,13 @@ def provenance_line(run: ServingRun) -> str:
     return f"measured on {run.basis}" if run.provenance == "measured" else f"simulated: {run.basis}"
 
 
-def latency_data(run: ServingRun, name: str = "", max_pairs: int = MAX_PAIRS) -> dict[str, Any]:
+Samples = Mapping[str, NDArray[np.float64]]
+"""Latencies of one run by name, as `latency_samples` gives them."""
+
+
+def latency_data(
+    run: ServingRun, name: str = "", max_pairs: int = MAX_PAIRS, samples: Samples | None = None
+) -> dict[str, Any]:
     """A run's curves and its requests' TTFT and TPOT, as plain data of bounded size.
 
     `pairs` has the finished requests (TPOT None with one token). Of more than `max_pairs`, every
@@ -47,7 +53,7 @@ def latency_data(run: ServingRun, name: str = "", max_pairs: int = MAX_PAIRS) ->
     done = [r.metrics for r in run.requests if r.finish_reason in FINISHED]
     done.sort(key=lambda m: m.ttft_s or 0.0)
     every = -(-len(done) // max_pairs) or 1
-    samples = latency_samples(run.requests)
+    samples = samples or latency_samples(run.requests)
     return {
         "name": name,
         "provenance": run.provenance,
@@ -76,20 +82,20 @@ def marked(values: ArrayLike) -> list[float | None]:
     return np.percentile(samples, MARKED).tolist() if samples.size else [None] * len(MARKED)
 
 
-def sensible_slo(runs: Sequence[ServingRun]) -> SLO:
+def sensible_slo(runs: Sequence[Samples]) -> SLO:
     """Limits to begin with: what nine of ten requests of the best run stay within."""
 
     def limit(name: str, otherwise: float) -> float:
-        samples = [latency_samples(run.requests)[name] for run in runs]
-        best = min((float(np.percentile(s, 90)) for s in samples if s.size), default=otherwise)
+        known = [samples[name] for samples in runs if samples[name].size]
+        best = min((float(np.percentile(s, 90)) for s in known), default=otherwise)
         return float(f"{best:.2g}")
 
     return SLO(limit("ttft_s", UNKNOWN_SLO.ttft_s), limit("tpot_s", UNKNOWN_SLO.tpot_s))
 
 
-def is_wide(runs: Sequence[ServingRun], metric: str) -> bool:
+def is_wide(runs: Sequence[Samples], metric: str) -> bool:
     """Whether the values of a metric span so much that a logarithmic axis shows more."""
-    found = np.concatenate([latency_samples(run.requests)[f"{metric}_s"] for run in runs])
+    found = np.concatenate([samples[f"{metric}_s"] for samples in runs])
     found = found[found > 0]
     return bool(found.size) and bool(found.max() > WIDE * found.min())
 

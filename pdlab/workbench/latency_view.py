@@ -18,7 +18,7 @@ from pdlab.workbench.latency_data import (
     sensible_slo,
 )
 from pdlab.workbench.widget import TraceWidget
-from pdlab.workload.report import summarize
+from pdlab.workload.report import latency_samples, summarize
 from pdlab.workload.serving import SLO, ServingRun
 
 LONGEST_S = 1e6
@@ -64,11 +64,12 @@ class LatencyView(TraceWidget):
     ) -> None:
         self._runs = named_runs(runs)
         require_choice("metric", metric, METRICS)
-        every = list(self._runs.values())
+        samples = {name: latency_samples(run.requests) for name, run in self._runs.items()}
+        every = list(samples.values())
         limits = slo.checked() if slo else sensible_slo(every)
         share = MAX_PAIRS // len(every)
         super().__init__(
-            runs=[latency_data(run, name, share) for name, run in self._runs.items()],
+            runs=[latency_data(r, name, share, samples[name]) for name, r in self._runs.items()],
             wide={m: is_wide(every, m) for m in METRICS},
             metric=metric,
             ttft_slo_s=limits.ttft_s,

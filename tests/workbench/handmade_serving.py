@@ -57,7 +57,7 @@ def story() -> ServingRun:
         StepSpan(10, 1, ["a"], {"d": 5}, 0, 2, 4),
         StepSpan(11, 1, [], {}, 1, 0, 0),
     ]
-    config = {"batching": "mixed", "max_num_batched_tokens": 8}
+    config = {"batching": "mixed", "max_num_batched_tokens": 9}
     return ServingRun("measured", "a made-up machine", config, requests, steps, 8)
 
 

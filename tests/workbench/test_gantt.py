@@ -172,7 +172,7 @@ def test_steps_say_what_they_held() -> None:
     assert (last["mix"], last["held"], last["decodes"]) == (2, [("d", 5)], 1)
     assert data["steps"][5]["steps"] == 3
     assert data["steps"][5]["preempted"] == ["a"]
-    assert (data["budget"], data["most_tokens"]) == (8, 9)
+    assert (data["budget"], data["most_tokens"]) == (9, 9)
 
 
 def test_many_requests_are_cut_and_said_so() -> None:

@@ -194,9 +194,11 @@ def latency_cdf_figure(runs: Runs, metric: str = "ttft", slo: SLO | None = None)
     """
     require_choice("metric", metric, METRICS)
     named = named_runs(runs)
+    samples = [latency_samples(run.requests) for run in named.values()]
+    wide = is_wide(samples, metric)
     figure = go.Figure()
-    for i, (name, run) in enumerate(named.items()):
-        seconds, parts = curve(latency_samples(run.requests)[f"{metric}_s"])
+    for i, (name, found) in enumerate(zip(named, samples, strict=True)):
+        seconds, parts = curve(found[f"{metric}_s"])
         figure.add_scatter(
             name=name,
             x=[seconds[0], *seconds] if seconds else [],
@@ -210,13 +212,13 @@ def latency_cdf_figure(runs: Runs, metric: str = "ttft", slo: SLO | None = None)
         line = {"color": INK.text, "width": 2, "dash": "dash"}
         text = f"limit {milliseconds(limit)}"
         figure.add_vline(x=limit, line=line, annotation_text=text, annotation_position="top")
-    if limit and is_wide(list(named.values()), metric):
+    if limit and wide:
         figure.layout.annotations[0].x = math.log10(limit)  # a label's place on a log axis
-    if is_wide(list(named.values()), metric):
+    if wide:
         ticks = [step * 10.0**power for power in range(-6, 7) for step in (1, 2, 5)]
         figure.update_xaxes(type="log", tickvals=ticks, ticktext=[milliseconds(t) for t in ticks])
     what = "gaps" if metric == "itl" else "requests"
-    unit = " (log scale)" if figure.layout.xaxis.type == "log" else ", s"
+    unit = " (log scale)" if wide else ", s"
     figure.update_xaxes(title_text=f"{NAMES[metric]}{unit}")
     figure.update_yaxes(title_text=f"% of the {what}", range=[0, 101], tickvals=[0, 50, 90, 99])
     return styled(figure, _cdf_title(named, metric), sources(named))

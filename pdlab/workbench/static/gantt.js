@@ -118,6 +118,7 @@ class Gantt {
       kinds.has(PREEMPTED) ? entry(`<defs>${hatch(this.hatch)}</defs><rect class="pd-gt-lost" x="1" y="2" width="24" height="10" fill="url(#${this.hatch})"/>`, "preempted") : null,
       this.runs.every((r) => r.steps.every((s) => s.mix < 2)) ? null : entry(`<rect y="1" width="26" height="8" fill="var(--pd-transfer)"/><rect y="9" width="26" height="4" fill="var(--pd-decode)"/>`, "mixed step"),
       !kinds.size ? null : entry('<circle class="pd-gt-done" cx="13" cy="7" r="5"/>', slo ? "within limits" : "finished"),
+      this.runs.some((r) => r.rows.some((row) => ["aborted", "refused"].includes(ENDS[row.end]))) ? entry('<rect class="pd-gt-ended" x="8" y="2" width="10" height="10"/>', "aborted, refused") : null,
       slo && kinds.size ? entry('<path class="pd-gt-missed" d="M8 2l10 10M18 2l-10 10"/>', `TTFT > ${duration(slo.ttft_s)} or TPOT > ${duration(slo.tpot_s)}`) : null);
   }
 
@@ -177,7 +178,9 @@ class Gantt {
   }
 
   page(direction) {
-    this.push({ first: Math.max(0, this.run.first + direction * this.count) });
+    if (this.pages.hidden) return;
+    this.pageText.textContent = "…"; // Python sends the other rows
+    this.push({ first: Math.max(0, Math.min(this.run.first + direction * this.count, this.run.num_requests - 1)) });
   }
 
   select(index) {
@@ -189,7 +192,7 @@ class Gantt {
   onKey(event) {
     const at = this.run.rows.findIndex((r) => r.id === this.model.get("selected"));
     const moves = { ArrowLeft: () => this.pan(-0.25), ArrowRight: () => this.pan(0.25), "+": () => this.zoom(0.5), "=": () => this.zoom(0.5), "-": () => this.zoom(2),
-      0: () => this.look([]), ArrowUp: () => this.select(at < 0 ? this.run.rows.length - 1 : at - 1), ArrowDown: () => this.select(at + 1), Escape: () => (this.push({ selected: "" }), this.draw()) };
+      0: () => this.look([]), ArrowUp: () => this.select(at < 0 ? this.run.rows.length - 1 : at - 1), ArrowDown: () => this.select(at + 1), PageUp: () => this.page(-1), PageDown: () => this.page(1), Escape: () => (this.push({ selected: "" }), this.draw()) };
     if (event.ctrlKey || event.metaKey || event.altKey || !moves[event.key]) return;
     moves[event.key]();
     event.preventDefault();
@@ -350,7 +353,7 @@ class Gantt {
     const paths = ["", "", ""];
     let decodes = "";
     for (const s of this.run.steps) {
-      if (s.at[1] < a.from || s.at[0] > a.to) continue;
+      if (s.at[1] < a.from || s.at[0] > a.to || !(s.prompt + s.decodes)) continue;
       const [x0, x1] = [Math.max(BOX.left - 4, a.x(s.at[0])), Math.min(a.width + 4, a.x(s.at[1]))];
       const shape = (low, high) => `M${x0.toFixed(1)} ${low.toFixed(1)}V${high.toFixed(1)}H${Math.max(x1 - (x1 - x0 > 3 ? 1 : 0), x0 + 0.7).toFixed(1)}V${low.toFixed(1)}z`;
       const top = Math.min(y(s.prompt + s.decodes), a.bottom - 2);
@@ -372,7 +375,7 @@ class Gantt {
   }
 
   timeAxis(a) {
-    const step = niceTime((a.to - a.from) / Math.max(2, Math.floor((a.right - BOX.left) / 110)));
+    const step = niceTime((a.to - a.from) / Math.max(2, Math.floor((a.right - BOX.left) / 84)));
     const unit = a.to - a.from + step < 1 ? [1e3, "ms"] : [1, "s"];
     const places = Math.max(0, -Math.floor(Math.log10(step * unit[0]) + 1e-9));
     const values = Array.from({ length: Math.floor(a.to / step + 1e-9) - Math.ceil(a.from / step - 1e-9) + 1 }, (_, i) => (Math.ceil(a.from / step - 1e-9) + i) * step);

@@ -69,7 +69,7 @@ class LatencyView {
     this.spans = { ttft: this.spanOf("ttft"), tpot: this.spanOf("tpot") };
     const lines = new Map(this.runs.map((run) => [run.line, run.provenance]));
     const parts = [...lines].map(([line, kind]) => h("span", {}, [provenanceTag(kind), ` ${line.replace(/^\w+:? /, "")}`]));
-    const sampled = this.runs.some((run) => run.pairs.length < run.num_finished);
+    const sampled = this.runs.some((run) => this.about(run));
     clear(this.foot, ...parts, sampled ? h("span", {}, ["≈: counted on an even sample of the requests"]) : null);
     this.draw();
   }
@@ -108,6 +108,10 @@ class LatencyView {
     const [ttft, tpot] = [this.limit("ttft"), this.limit("tpot")];
     const met = run.pairs.filter(([a, b]) => a <= ttft && (b == null || b <= tpot)).length;
     return run.pairs.length ? (met / run.pairs.length) * run.num_finished : 0;
+  }
+
+  about(run) {
+    return run.pairs.length < run.num_finished ? "≈ " : "";
   }
 
   // ---- drawing ----------------------------------------------------------------------------
@@ -157,7 +161,7 @@ class LatencyView {
   }
 
   timeAxis(a) {
-    const values = this.isLog ? logTicks(a.low, a.high, (a.x1 - a.x0) / 62) : linearTicks(a.high, Math.max(2, Math.floor((a.x1 - a.x0) / 96)));
+    const values = this.isLog ? logTicks(a) : linearTicks(a.high, Math.max(2, Math.floor((a.x1 - a.x0) / 96)));
     return values.map((v) => `<path class="pd-lv-grid" d="M${a.x(v)} ${a.y(1)}V${a.y(0) + 5}"/><text x="${a.x(v)}" y="${a.y(0) + 22}" text-anchor="middle">${v ? duration(v) : "0"}</text>`).join("");
   }
 
@@ -193,14 +197,14 @@ class LatencyView {
     clear(this.tiles, ...this.runs.map((run, i) => this.tile(run, i, rates[top])));
     const name = this.runs.length > 1 ? `${this.runs[top].name}: ` : "";
     const all = this.runs.every((run) => !run.num_finished);
-    this.title.textContent = all ? "No request has finished" : `${name}${percent(parts[top])} of the requests within TTFT ${duration(this.limit("ttft"))} and TPOT ${duration(this.limit("tpot"))}`;
+    this.title.textContent = all ? "No request has finished" : `${name}${this.about(this.runs[top])}${percent(parts[top])} of the requests within TTFT ${duration(this.limit("ttft"))} and TPOT ${duration(this.limit("tpot"))}`;
   }
 
   tile(run, i, best) {
     const met = this.within(run);
     const part = run.num_requests ? met / run.num_requests : null;
     const rate = run.duration_s ? met / run.duration_s : null;
-    const about = run.pairs.length < run.num_finished ? "≈ " : "";
+    const about = this.about(run);
     const line = h("i.pd-lv-line");
     line.innerHTML = `<svg viewBox="0 0 34 10"><path class="pd-lv-curve" stroke="var(--pd-run-${i})" stroke-dasharray="${DASHES[i]}" d="M0 5H34"/></svg>`;
     const bar = (share, label) => h("div.pd-lv-bar", { role: "img", "aria-label": label }, [h("i", { style: `width:${100 * (share || 0)}%;background:var(--pd-run-${i})` })]);
@@ -252,10 +256,11 @@ function linearTicks(high, count) {
 }
 
 /** 1, 2 and 5 in each decade, or as many of them as there is room for. */
-function logTicks(low, high, room) {
+function logTicks({ low, high, x }) {
   const decades = Array.from({ length: Math.ceil(Math.log10(high / low)) + 2 }, (_, i) => 10 ** (Math.floor(Math.log10(low)) + i));
   const sets = [[1, 2, 5], [1, 3], [1]].map((steps) => decades.flatMap((d) => steps.map((n) => n * d)).filter((v) => v >= low && v <= high));
-  return sets.find((ticks) => ticks.length <= room) ?? sets[2].filter((_, i, all) => i % Math.ceil(all.length / room) === 0);
+  const apart = (ticks) => ticks.every((v, i) => !i || x(v) - x(ticks[i - 1]) > 58);
+  return sets.find(apart) ?? [low, high];
 }
 
 export default { render };
