@@ -284,14 +284,17 @@ class PolicyLab(TraceWidget):
     def _show_real(self, state: str, **values: Any) -> None:
         real = self._real
         assert real is not None
-        constants: dict[str, Any] = {
+        shown: dict[str, Any] = {
+            "state": state,
+            "finished": 0,
+            "now_s": 0.0,
             "num": len(real.simulated.requests),
             "of": real.settings.num_requests,
             "line": real.settings.line,
             "simulated": f"simulated {self._machines[real.settings.machine].line}",
             "takes_s": real.simulated.duration_s,
         }
-        self.real = {"state": state, "finished": 0, "now_s": 0.0} | constants | values
+        self.real = shown | values
 
     # --- traits -------------------------------------------------------------------------------
 
@@ -363,7 +366,7 @@ class PolicyLab(TraceWidget):
             self._following = before
 
     def _picture(self, settings: Settings, run: ServingRun) -> dict[str, Any]:
-        about = {
+        about: dict[str, Any] = {
             "settings": asdict(settings),
             "line": settings.line,
             "provenance": self._machines[settings.machine].line,

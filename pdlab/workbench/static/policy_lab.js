@@ -22,7 +22,7 @@ const SETTING_NAMES = {
 };
 const KIND_COLORS = ["waiting", "prefill", "decode", "stalled", "preempted"];
 const [STALLED, PREEMPTED] = [3, 4];
-const PLOT = { left: 46, right: 16, top: 10, bottom: 42, height: 232 };
+const PLOT = { left: 46, right: 16, top: 8, bottom: 28, height: 208 };
 
 function render({ model, el }) {
   const view = new PolicyLab(model);
@@ -118,7 +118,7 @@ class PolicyLab {
   }
 
   buildCurve() {
-    const [node, body] = section("TTFT", "part of all requests", "pd-pl-curve");
+    const [node, body] = section("TTFT", "part of all requests; dashed: pinned", "pd-pl-curve");
     this.curve = h("div.pd-pl-plot");
     const box = (name) => h("input.pd-pl-box", { type: "text", inputmode: "decimal", "aria-label": `${name} limit in seconds`, onchange: (e) => this.set({ [`${name}_slo_s`]: readNumber(e.target.value) }), onkeydown: keepKeys });
     this.slo = { ttft: box("ttft"), tpot: box("tpot") };
@@ -274,8 +274,7 @@ class PolicyLab {
     const line = (c, num, cls) => (c ? `<path class="${cls}" d="M${a.left} ${y(0)}${c[0].map((s, i) => `H${x(s).toFixed(1)}V${y((c[1][i] * c[0].length) / Math.max(num, c[0].length)).toFixed(1)}`).join("")}H${a.right}"/>` : "");
     const anchor = x(limit) < a.left + 50 ? "start" : x(limit) > a.right - 50 ? "end" : "middle";
     this.curve.innerHTML = `<svg width="${width}" height="${PLOT.height}" role="img" aria-label="TTFT of the requests as a curve, limit ${duration(limit)}">${levels.join("")}${ticks.join("")}<rect class="pd-pl-late" x="${x(limit)}" y="${a.top}" width="${Math.max(0, a.right - x(limit))}" height="${a.bottom - a.top}"/>
-      ${line(pinned.cdf, pinned.num_requests, "pd-pl-old")}${line(cdf, all, "pd-pl-line")}<path class="pd-pl-limit" d="M${x(limit)} ${a.top - 5}V${a.bottom}"/><text class="pd-strong" x="${x(limit)}" y="${a.top - 9}" text-anchor="${anchor}">limit ${duration(limit)}</text>
-      <text x="${a.left}" y="${PLOT.height - 2}">${pinned.cdf ? "arrival to first token; dashed: pinned" : "arrival to first token"}</text></svg>`;
+      ${line(pinned.cdf, pinned.num_requests, "pd-pl-old")}${line(cdf, all, "pd-pl-line")}<path class="pd-pl-limit" d="M${x(limit)} ${a.top - 5}V${a.bottom}"/><text class="pd-strong" x="${x(limit)}" y="${a.top - 9}" text-anchor="${anchor}">limit ${duration(limit)}</text></svg>`;
   }
 
   // ---- for real ---------------------------------------------------------------------------
