@@ -145,7 +145,7 @@ class Scheduler:
     @property
     def num_seats_taken(self) -> int:
         """Sequences that run, and those that will fork off them."""
-        return len(self.running) + sum(len(s.forks) for s in self.running)
+        return len(self.running) + sum([len(s.forks) for s in self.running])
 
     def add(self, sequence: Sequence) -> None:
         """Let a new sequence wait, with its forks.
@@ -212,8 +212,10 @@ class Scheduler:
         if sequence.state is SequenceState.PREEMPTED or not batch.budget:
             return
         num_tokens = min(sequence.num_uncomputed_tokens, batch.budget, self.chunk_size)
-        if self._make_room(sequence, num_tokens, batch):
-            self._plan(sequence, num_tokens, batch)
+        if num_tokens == 1 and self.kv.has_slot(sequence):
+            self._plan(sequence, 1, [], batch)  # most decodes: nothing needs to be taken
+        elif self._make_room(sequence, num_tokens, batch):
+            self._plan(sequence, num_tokens, self.kv.grow(sequence, num_tokens), batch)
         else:
             batch.starved = True
 
@@ -238,13 +240,15 @@ class Scheduler:
             the blocks that fell out of a window and are free now.
         """
         self._num_phase_steps = self._num_phase_steps + 1 if batch.made_wait else 0
-        freed = []
+        freed: list[int] = []
+        drops = self.kv.retention.window is not None
         for part in batch.scheduled:
             sequence = part.sequence
             sequence.num_computed_tokens = part.end
             sequence.num_cached_tokens = 0
             self.kv.register(sequence)
-            freed += self.kv.drop_unseen(sequence)
+            if drops:
+                freed += self.kv.drop_unseen(sequence)
             if part.forks:
                 self._seat(part.forks, behind=sequence)
             for drawer in part.drawers:
@@ -341,7 +345,7 @@ class Scheduler:
             sequence.state = SequenceState.RUNNING if decodes else SequenceState.PREFILLING
             self._num_to_join -= 1
             num_tokens = min(sequence.num_uncomputed_tokens, batch.budget, self.chunk_size)
-            self._plan(sequence, num_tokens, batch)
+            self._plan(sequence, num_tokens, self.kv.grow(sequence, num_tokens), batch)
 
     def _next_with_room(
         self, batch: ScheduledBatch, view: QueueView
@@ -382,17 +386,18 @@ class Scheduler:
         needed = self.kv.blocks_to_start(sequence, hits, self.chunk_size)
         return needed + kept_free <= self.kv.pool.num_free
 
-    def _plan(self, sequence: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
-        """Take the blocks for a sequence's next tokens and put them into the batch."""
+    def _plan(
+        self, sequence: Sequence, num_tokens: int, blocks_taken: list[int], batch: ScheduledBatch
+    ) -> None:
+        """Put a sequence's next tokens, which have their blocks, into the batch."""
         samples = num_tokens == sequence.num_uncomputed_tokens
-        has_slot = num_tokens == 1 and self.kv.has_slot(sequence)
         part = ScheduledSequence(
             sequence,
             start=sequence.num_computed_tokens,
             num_tokens=num_tokens,
             phase=sequence.phase,
             samples=samples,
-            blocks_taken=[] if has_slot else self.kv.grow(sequence, num_tokens),
+            blocks_taken=blocks_taken,
             forks=list(sequence.forks) if samples else [],
             num_cached_tokens=sequence.num_cached_tokens,
         )
@@ -406,8 +411,6 @@ class Scheduler:
         gives its blocks back; a prompt chunk just waits, for those in the batch are older or are
         decodes and will end. Taking blocks from someone in between would let the younger overtake.
         """
-        if num_tokens == 1 and self.kv.has_slot(sequence):
-            return True
         while self.kv.blocks_missing(sequence, num_tokens) > self.kv.pool.num_free:
             victim = self._victim()
             runs = victim is sequence or any(p.sequence is victim for p in batch.scheduled)

@@ -82,7 +82,8 @@ class Simulation:
         self.step_times = step_times
         self.leaps = leaps
         self.pool = BlockPool(config.num_blocks, config.block_size)
-        self.scheduler = Scheduler(KVManager(self.pool, BlockPool(0, config.block_size)), config)
+        self.kv = KVManager(self.pool, BlockPool(0, config.block_size))
+        self.scheduler = Scheduler(self.kv, config)
         self.requests: list[ServedRequest] = []
         self.steps: list[StepSpan] = []
         self.now_s = 0.0
@@ -93,6 +94,7 @@ class Simulation:
         """Serve everything."""
         while self._has_more():
             batch = self.scheduler.schedule(self.now_s)
+            self.kv.take_orders()  # there are no bytes to move
             assert batch.scheduled, "there is work, and nothing of it was scheduled"
             shape = shape_of(batch)
             self._step(batch, shape)

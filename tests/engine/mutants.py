@@ -324,8 +324,8 @@ MUTANTS = [
         SCHEDULER,
         (
             "min(sequence.num_uncomputed_tokens, batch.budget, self.chunk_size)\n"
-            "        if self._make_room",
-            "min(sequence.num_uncomputed_tokens, self.chunk_size)\n        if self._make_room",
+            "        if num_tokens",
+            "min(sequence.num_uncomputed_tokens, self.chunk_size)\n        if num_tokens",
         ),
     ),
     mutant(
@@ -698,7 +698,7 @@ MUTANTS = [
         "forks take seats that are not free",
         SCHEDULER,
         (
-            "return len(self.running) + sum(len(s.forks) for s in self.running)",
+            "return len(self.running) + sum([len(s.forks) for s in self.running])",
             "return len(self.running)",
         ),
     ),
