@@ -16,6 +16,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from pdlab.costmodel import LinearStepTimes, fit_step_times
+from pdlab.costmodel.step_times import COSTS
 from pdlab.engine import Engine, EngineConfig
 from pdlab.machine import processor_name
 from pdlab.models import Model
@@ -63,26 +64,48 @@ class Agreement:
     simulated: Numbers
     step_ratio: float
     """Seconds that the fit gives all steps of the served runs, over those that they took."""
+    refitted: Numbers | None = None
+    """Simulated with step times fitted to the served runs: what is left is not the machine's pace.
+    None where they have too few different steps."""
 
     def served(self, metric: str) -> float:
         """Median over the times it was served."""
         return median(getattr(numbers, metric) for numbers in self.measured)
 
-    def ratio(self, metric: str) -> float:
-        """Simulated over served; 1 if both are 0."""
-        simulated, served = getattr(self.simulated, metric), self.served(metric)
-        return simulated / served if served else (1.0 if simulated == 0 else float("inf"))
+    def ratio(self, metric: str) -> float | None:
+        """Simulated over served; 1 where both are 0, None where only the served one is."""
+        return _ratio(getattr(self.simulated, metric), self.served(metric))
+
+    def refitted_ratio(self, metric: str) -> float | None:
+        """As `ratio`, of `refitted`."""
+        if self.refitted is None:
+            return None
+        return _ratio(getattr(self.refitted, metric), self.served(metric))
 
     @property
     def agrees(self) -> bool:
         """Whether all three are within their tolerance."""
-        return all(abs(self.ratio(name) - 1) <= most for name, most in TOLERANCES.items())
+        return all(self.is_within(metric) for metric in METRICS)
+
+    def is_within(self, metric: str) -> bool:
+        """Whether one is within its tolerance."""
+        ratio = self.ratio(metric)
+        return ratio is not None and abs(ratio - 1) <= TOLERANCES[metric]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Agreement:
         """The inverse of `dataclasses.asdict`."""
         measured = [Numbers(**numbers) for numbers in values["measured"]]
-        return cls(**values | {"measured": measured, "simulated": Numbers(**values["simulated"])})
+        simulated, refitted = Numbers(**values["simulated"]), values["refitted"]
+        refitted = refitted and Numbers(**refitted)
+        rest = {"measured": measured, "simulated": simulated, "refitted": refitted}
+        return cls(**values | rest)
+
+
+def _ratio(simulated: float, served: float) -> float | None:
+    if served:
+        return simulated / served
+    return 1.0 if simulated == 0 else None
 
 
 def measure_agreement(
@@ -132,20 +155,33 @@ def measure_agreement(
                 steps[name] += samples
                 bar.update()
     times = fit_step_times(calibration, f"measured on {processor_name()}: {model.name}")
-    agreements = [
-        Agreement(
-            workload=name,
-            num_requests=num_requests,
-            rate_rps=WORKLOADS[name].rate_rps * rate,
-            measured=measured[name],
-            simulated=Numbers.of(
-                simulate(requests, config, times, max_model_len=model.config.max_model_len), slo
-            ),
-            step_ratio=_step_ratio(times, steps[name]),
+
+    def simulated(name: str, times: LinearStepTimes) -> Numbers:
+        limit = model.config.max_model_len
+        return Numbers.of(simulate(traffic[name], config, times, max_model_len=limit), slo)
+
+    agreements = []
+    for name in traffic:
+        own = _fit_if_enough(steps[name])
+        agreements.append(
+            Agreement(
+                workload=name,
+                num_requests=num_requests,
+                rate_rps=WORKLOADS[name].rate_rps * rate,
+                measured=measured[name],
+                simulated=simulated(name, times),
+                step_ratio=_step_ratio(times, steps[name]),
+                refitted=simulated(name, own) if own else None,
+            )
         )
-        for name, requests in traffic.items()
-    ]
     return agreements, times
+
+
+def _fit_if_enough(samples: Sequence[Sample]) -> LinearStepTimes | None:
+    """A fit to a run's own steps; None where they are too few or too much alike."""
+    if len({shape for shape, _ in samples}) < len(COSTS):
+        return None
+    return fit_step_times(samples, "fitted to the served run")
 
 
 def _from(turn: int, names: list[str]) -> list[str]:

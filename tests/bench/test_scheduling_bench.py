@@ -86,6 +86,8 @@ def test_what_is_simulated_are_the_same_requests_with_the_fitted_times(
     requests = WORKLOADS["short chat"](3, 100 * WORKLOADS["short chat"].rate_rps)
     run = simulate(requests, config, times, max_model_len=1024)
     assert found.simulated == Numbers.of(run, slo)
+    assert found.refitted not in (None, found.simulated)
+    assert found.step_ratio > 0
 
 
 def numbers(ttft_s: float, tpot_s: float, goodput_per_s: float) -> Numbers:
@@ -99,6 +101,7 @@ AGREEMENT = Agreement(
     measured=[numbers(1.0, 0.1, 0.5), numbers(1.2, 0.3, 0.4), numbers(9.0, 0.2, 0.3)],
     simulated=numbers(1.2, 0.22, 0.42),
     step_ratio=1.1,
+    refitted=numbers(1.2, 0.2, 0.4),
 )
 
 
@@ -114,7 +117,15 @@ def test_no_goodput_on_either_side_is_agreement_and_on_one_is_not() -> None:
     nobody = [numbers(1.0, 0.1, 0.0)]
     both = replace(AGREEMENT, measured=nobody, simulated=numbers(1.0, 0.1, 0.0))
     assert both.agrees
-    assert not replace(both, simulated=numbers(1.0, 0.1, 0.1)).agrees
+    one = replace(both, simulated=numbers(1.0, 0.1, 0.1))
+    assert not one.agrees
+    assert one.ratio("goodput_per_s") is None
+
+
+def test_a_run_with_few_different_steps_is_not_fitted() -> None:
+    shapes = [StepShape(0, 0, 0, 1, n, n) for n in range(1, 9)]
+    assert agreement_module._fit_if_enough([(shape, 0.1) for shape in shapes[:7]] * 2) is None
+    assert agreement_module._fit_if_enough([(shape, 0.1) for shape in shapes])
 
 
 @pytest.mark.parametrize(
@@ -269,6 +280,7 @@ def test_what_numbers_rest_on_is_said(printed: list[str]) -> None:
     assert "a100-opt-13b" in text
     assert "4 decodes" not in text
     assert "32 decodes, without model and sampling" in text
+    assert "short chat: ratios 1.00, 1.00, 1.00" in text
 
 
 @pytest.mark.parametrize(
