@@ -31,6 +31,8 @@ class StopFinder:
         Args:
             searches: whether a stop string that is complete in this text ends it.
         """
+        if not self.stop:
+            return text
         if self.found is not None:
             return ""
         text, num_old = self.held + text, len(self.held)

@@ -233,6 +233,7 @@ _BYTE_OF_CHARACTER = byte_of_character()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    if not _BYTE_OF_CHARACTER.keys() >= set(token):
+    try:
+        return bytes([_BYTE_OF_CHARACTER[character] for character in token])
+    except KeyError:
         return token.encode()  # not written in the alphabet: it stands for itself
-    return bytes(_BYTE_OF_CHARACTER[character] for character in token)
