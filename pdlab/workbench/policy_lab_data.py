@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import linecache
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +16,9 @@ from pdlab.costmodel import StepShape, StepTimes, causal_pairs
 from pdlab.engine import EngineConfig
 from pdlab.engine.policies import POLICIES, Deadline, Policy
 from pdlab.requirements import LARGEST_SEED, require_choice, require_int
-from pdlab.workbench.gantt_data import gantt_data
+from pdlab.workbench.gantt_data import KINDS, Span, lives
 from pdlab.workbench.latency_data import curve
-from pdlab.workload.report import Summary, latency_samples, over_time, summarize
+from pdlab.workload.report import Distribution, latency_samples, over_time
 from pdlab.workload.serving import SLO, ServingRun, StepSpan
 from pdlab.workload.simulation import simulate
 from pdlab.workload.traces import TraceRequest
@@ -34,9 +35,10 @@ DESCRIPTIONS = {name: workload.description for name, workload in WORKLOADS.items
 MOST_REQUESTS = 2000
 
 
+@lru_cache(maxsize=32)
 def make_requests(
     workload: str, num_requests: int, rate_rps: float, seed: int
-) -> list[TraceRequest]:
+) -> tuple[TraceRequest, ...]:
     """The first requests of a workload of this name.
 
     Raises:
@@ -45,11 +47,11 @@ def make_requests(
     require_choice("workload", workload, tuple(DESCRIPTIONS))
     require_int("seed", seed, 0, LARGEST_SEED // 4)
     if workload != ONE_LONG:
-        return WORKLOADS[workload](num_requests, rate_rps, seed)
+        return tuple(WORKLOADS[workload](num_requests, rate_rps, seed))
     requests = WORKLOADS["short chat"](num_requests, rate_rps, seed)
     for i in range(LONG_FIRST, num_requests, LONG_EVERY):
         requests[i] = TraceRequest(requests[i].arrival_s, LONG_TOKENS, LONG_OUTPUT, priority=1)
-    return requests
+    return tuple(requests)
 
 
 # --- machines ------------------------------------------------------------------------------------
@@ -138,7 +140,7 @@ class Settings:
             f"{self.max_num_seqs} seats; {self.workload} at {self.rate_rps:g}/s, seed {self.seed}"
         )
 
-    def requests(self) -> list[TraceRequest]:
+    def requests(self) -> tuple[TraceRequest, ...]:
         """The workload."""
         return make_requests(self.workload, self.num_requests, self.rate_rps, self.seed)
 
@@ -180,14 +182,14 @@ class Settings:
         )
 
 
-def named_policies(policies: Mapping[str, Policy] | tuple[Policy, ...] | list[Policy]) -> dict:
+def named_policies(policies: Sequence[Policy]) -> dict[str, Policy]:
     """Policies of one's own by the name of their class.
 
     Raises:
         ValueError: one is no Policy object, or has the name of a built-in one.
     """
     found = {}
-    for policy in policies.values() if isinstance(policies, Mapping) else policies:
+    for policy in policies:
         if isinstance(policy, type) and issubclass(policy, Policy):
             name = policy.__name__
             raise ValueError(f"policy={name} is a class: pass an object, {name}()")
@@ -234,21 +236,35 @@ COMPARED = (
     ("duration", "last token after", "s"),
 )
 """Rows of the table that sets a real run beside its simulation."""
-MINI_ROWS, MINI_SPANS = 30, 900
+MINI_ROWS = 30
+"""Requests in the timeline."""
+FINEST = 1 / 500
+"""The shortest stall that is drawn, as part of the time shown."""
 BINS = 110
+"""Spans of time in the picture of the load."""
 
 
-def numbers_of(summary: Summary) -> dict[str, float | None]:
-    """By key; None where nothing was measured."""
+def numbers_of(
+    run: ServingRun, slo: SLO, samples: Mapping[str, Any] | None = None
+) -> dict[str, float | None]:
+    """By key; None where nothing was measured. As `summarize` has them, which takes longer.
+
+    Args:
+        samples: the run's `latency_samples`, if they are at hand.
+    """
+    samples = latency_samples(run.requests) if samples is None else samples
+    of = {name: Distribution.of(samples[name]) for name in ("ttft_s", "tpot_s", "itl_s")}
+    met = sum(request.meets(slo) for request in run.requests)
+    tokens = sum(request.metrics.num_output_tokens for request in run.requests)
     return {
-        "ttft_p50": summary.ttft_s.p50,
-        "ttft_p99": summary.ttft_s.p99,
-        "tpot_p50": summary.tpot_s.p50,
-        "itl_p99": summary.itl_s.p99,
-        "goodput": summary.goodput_per_s,
-        "attainment": summary.attainment,
-        "throughput": summary.output_tokens_per_s,
-        "duration": summary.duration_s,
+        "ttft_p50": of["ttft_s"].p50,
+        "ttft_p99": of["ttft_s"].p99,
+        "tpot_p50": of["tpot_s"].p50,
+        "itl_p99": of["itl_s"].p99,
+        "goodput": met / run.duration_s if run.duration_s else 0.0,
+        "attainment": met / len(run.requests) if run.requests else None,
+        "throughput": tokens / run.duration_s if run.duration_s else 0.0,
+        "duration": run.duration_s,
     }
 
 
@@ -258,14 +274,14 @@ def picture_of(run: ServingRun, slo: SLO, view: str) -> dict[str, Any]:
     Args:
         view: `requests` for the lives of the first ones, `load` for queue and batch over time.
     """
-    summary = summarize(run, slo)
-    seconds, parts = curve(latency_samples(run.requests)["ttft_s"])
+    samples = latency_samples(run.requests)
+    seconds, parts = curve(samples["ttft_s"])
     return {
-        "numbers": numbers_of(summary),
-        "num_requests": summary.num_requests,
-        "num_refused": summary.num_refused,
+        "numbers": numbers_of(run, slo, samples),
+        "num_requests": len(run.requests),
+        "num_refused": sum(bool(r.error) for r in run.requests),
         "error": next((r.error for r in run.requests if r.error), ""),
-        "num_preemptions": summary.num_preemptions,
+        "num_preemptions": sum(r.metrics.num_preemptions for r in run.requests),
         "cdf": [_digits(seconds), _digits(parts)],
         "timeline": _first_rows(run, slo) if view == "requests" else _load(run),
     }
@@ -274,12 +290,26 @@ def picture_of(run: ServingRun, slo: SLO, view: str) -> dict[str, Any]:
 def _first_rows(run: ServingRun, slo: SLO) -> dict[str, Any]:
     """The lives of the first requests, as in the Gantt chart."""
     first = _only_first(run, MINI_ROWS)
-    data = gantt_data(first, slo=slo, max_rows=MINI_ROWS, max_segments=MINI_SPANS)
+    spans = lives(first)
+    end_s = max((s[-1].end_s for s in spans.values() if s), default=0.0)
     rows = [
-        {"spans": row["spans"], "met": row["met"], "end": row["end"], "prompt": row["prompt"]}
-        for row in data["rows"]
+        {"spans": _drawn(spans[request.request_id], FINEST * end_s), "met": request.meets(slo)}
+        for request in first.requests
     ]
-    return {"view": "requests", "rows": rows, "end_s": data["end_s"]}
+    return {"view": "requests", "rows": rows, "end_s": end_s}
+
+
+def _drawn(spans: Sequence[Span], least_s: float) -> list[list[float]]:
+    """Number of the kind, start, end. Neighbours of a kind are one; too short a stall is none."""
+    found: list[list[float]] = []
+    for kind, start_s, end_s, _ in spans:
+        number = KINDS.index(kind)
+        too_short = kind == "stalled" and end_s - start_s < least_s
+        if found and (found[-1][0] == number or too_short):
+            found[-1][2] = round(end_s, 6)
+        else:
+            found.append([number, round(start_s, 6), round(end_s, 6)])
+    return found
 
 
 def _only_first(run: ServingRun, num: int) -> ServingRun:
@@ -319,7 +349,7 @@ def _digits(values: Any) -> list[float]:
 
 def compared(measured: ServingRun, simulated: ServingRun, slo: SLO) -> list[dict[str, Any]]:
     """A row for each number: what the engine did, and what the simulation says."""
-    real, simulation = (numbers_of(summarize(run, slo)) for run in (measured, simulated))
+    real, simulation = (numbers_of(run, slo) for run in (measured, simulated))
     return [
         {
             "key": key,
