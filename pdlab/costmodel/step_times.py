@@ -117,6 +117,9 @@ COSTS = (
     "padded_context_s",
 )
 """The costs that a step's time is the sum of."""
+NUM_REFITS = 3
+LARGEST_FACTOR = 10.0
+"""Between a measured time and the fit, as far as weights go."""
 LONGEST_S = 1e6
 """More seconds than any step takes."""
 
@@ -143,9 +146,13 @@ def fit_step_times(samples: Sequence[tuple[StepShape, float]], basis: str) -> Li
     units = [_with_costs("", [float(cost == name) for cost in COSTS]) for name in COSTS]
     amounts = np.array([[unit.step_s(shape) for unit in units] for shape, _ in samples])
     measured = np.array([seconds for _, seconds in samples])
-    relative = amounts / measured[:, None]
-    costs = nonnegative_least_squares(relative, np.ones_like(measured))
-    errors = np.abs(relative @ costs - 1)
+    scales = measured
+    for _ in range(NUM_REFITS):
+        costs = nonnegative_least_squares(amounts / scales[:, None], measured / scales)
+        # from now on errors relative to the fit: relative to the measurement, of two that differ
+        # by chance the faster would weigh more, and noise would make all times too short
+        scales = np.maximum(amounts @ costs, measured / LARGEST_FACTOR)
+    errors = np.abs(amounts @ costs / measured - 1)
     return replace(
         _with_costs(basis, costs.tolist()),
         median_error=float(np.median(errors)),
