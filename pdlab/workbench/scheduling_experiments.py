@@ -62,6 +62,15 @@ class Scene(NamedTuple):
     requests: list[TraceRequest]
     roles: list[str]
 
+    @property
+    def labels(self) -> list[str]:
+        """`chat 1`, `chat 2`, ...; just the role where there is only one of them."""
+        alone = {role for role in self.roles if self.roles.count(role) == 1}
+        return [
+            role if role in alone else f"{role} {self.roles[: i + 1].count(role)}"
+            for i, role in enumerate(self.roles)
+        ]
+
 
 def scene(step_s: float) -> Scene:
     """Four chats that are being answered, one long document, and behind it three short questions.
@@ -162,7 +171,7 @@ def fitted(played: Mapping[str, Played], but: str | None = None) -> LinearStepTi
     """
     samples = [s for name, each in played.items() if name != but for s in each.samples]
     machine = next(iter(played.values())).run.basis
-    return fit_step_times(samples, f"step times fitted to {len(samples)} steps on {machine}")
+    return fit_step_times(samples, f"measured in {len(samples)} steps: {machine}")
 
 
 class Prediction(NamedTuple):

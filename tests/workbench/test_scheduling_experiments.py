@@ -19,7 +19,6 @@ from tests.helpers import TINY, random_model
 
 SEATS = EngineConfig(num_blocks=1024, max_num_seqs=8, max_num_batched_tokens=256)
 SMALL = EngineConfig(num_blocks=128, max_num_batched_tokens=64)
-LABELS = [f"request {i}" for i in range(8)]
 UNIT = LinearStepTimes("one second a step", 1.0, 0, 0, 0, 0, 0, 0, 0)
 """Every step takes a second, so that times count steps."""
 
@@ -58,6 +57,7 @@ def played(plans: dict[str, EngineConfig]) -> dict[str, lab.Played]:
 def test_the_scene_keeps_its_story_on_any_machine() -> None:
     slow, fast = lab.scene(1.0), lab.scene(0.01)
     assert slow.roles == fast.roles == ["chat"] * 4 + ["document"] + ["question"] * 3
+    assert slow.labels[2:6] == ["chat 3", "chat 4", "document", "question 1"]
     arrivals = [r.arrival_s for r in slow.requests]
     assert arrivals == sorted(arrivals) == [0, 0, 0, 0, 8, 9, 10, 11]
     assert [r.arrival_s for r in fast.requests] == pytest.approx([0.01 * s for s in arrivals])
@@ -272,15 +272,17 @@ def test_saturation_of_the_recorded_machine_grows_with_seats() -> None:
 
 
 def test_lanes_draw_every_request_under_every_plan(played: dict[str, lab.Played]) -> None:
-    figure = pictures.lanes({name: each.run for name, each in played.items()}, LABELS)
+    figure = pictures.lanes(
+        {name: each.run for name, each in played.items()}, lab.scene(0.1).labels
+    )
     names = [note.text.split(":")[0] for note in figure.layout.annotations]
     assert names == list(played)
     drawn = {(bar.yaxis, label) for bar in figure.data for label in bar.y}
-    assert len(drawn) == len(played) * len(LABELS)
+    assert len(drawn) == len(played) * 8
     assert {bar.name for bar in figure.data} == {"waiting", "prefill", "decode", "stalled"}
     assert sum(bar.showlegend for bar in figure.data) == 4
     with pytest.raises(ValueError, match="runs is empty"):
-        pictures.lanes({}, LABELS)
+        pictures.lanes({}, [])
 
 
 def test_agreement_is_drawn_as_a_ratio_for_every_plan(

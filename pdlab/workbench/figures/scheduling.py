@@ -25,7 +25,7 @@ TOLERANCE = 0.15
 """Half the width of the band around agreement."""
 
 
-def lanes(runs: Mapping[str, ServingRun], labels: Sequence[str]) -> go.Figure:
+def lanes(runs: Mapping[str, ServingRun], labels: Sequence[str], title: str = "") -> go.Figure:
     """The same few requests under several plans, one above the other, on one time axis.
 
     Args:
@@ -60,7 +60,7 @@ def lanes(runs: Mapping[str, ServingRun], labels: Sequence[str]) -> go.Figure:
         )
     figure.update_layout(barmode="overlay")
     figure.update_xaxes(title_text="seconds", row=len(runs))
-    title = "The same requests, scheduled in different ways"
+    title = title or "The same requests, scheduled in different ways"
     height = 150 + len(runs) * (62 + 19 * len(labels))
     styled(figure, title, sources(runs), height=height, horizontal=True)
     _name_panels(figure)
