@@ -35,6 +35,7 @@ def test_there_are_lessons() -> None:
         "04_kv_formats",
         "05_windows_and_eviction",
         "06_sampling_and_output",
+        "07_scheduling",
     ]
 
 
