@@ -22,6 +22,7 @@ from pdlab.workbench.policy_lab_data import (
     Settings,
     compared,
     in_words,
+    last_token_s,
     named_policies,
     picture_of,
 )
@@ -115,6 +116,10 @@ class PolicyLab(TraceWidget):
     message = traitlets.Unicode().tag(sync=True)
     """What was wrong with the last choice, in words."""
 
+    measured: ServingRun | None = None
+    """The last run for real."""
+    simulated: ServingRun | None = None
+    """The simulation of the same requests."""
     _real: _Real | None = None  # also for `close` of a widget that was refused
 
     def __init__(
@@ -370,6 +375,7 @@ class PolicyLab(TraceWidget):
             "settings": asdict(settings),
             "line": settings.line,
             "provenance": self._machines[settings.machine].line,
+            "real_s": last_token_s(run, self._num_real),
         }
         return about | picture_of(run, settings.slo, self.view)
 

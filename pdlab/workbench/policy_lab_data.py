@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import traitlets
 
 from pdlab.costmodel import StepShape, StepTimes, causal_pairs
 from pdlab.engine import EngineConfig
@@ -203,17 +204,23 @@ def named_policies(policies: Sequence[Policy]) -> dict[str, Policy]:
 
 
 def in_words(error: BaseException) -> str:
-    """What went wrong, in a line; for an error that a policy raised, with the line that did."""
-    text = " ".join(str(error).split())
-    if isinstance(error, ValueError) and not text.startswith(("math", "invalid literal")):
+    """What went wrong, in a line; for an error that came out of a policy, with its line of code."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    place = _place_in_policy(error)
+    if not place and isinstance(error, ValueError | traitlets.TraitError):
         return text
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1] if frames else None
-    where = ""
-    if last is not None and last.lineno:
-        code = (last.line or linecache.getline(last.filename, last.lineno)).strip()
-        where = f" in line {last.lineno}: {code}" if code else ""
-    return f"{type(error).__name__}: {text}{where}"
+    return f"{type(error).__name__}: {text}{place}"
+
+
+def _place_in_policy(error: BaseException) -> str:
+    """Where code of a policy that is not ours raised it, or called what did."""
+    for frame, number in reversed(list(traceback.walk_tb(error.__traceback__))):
+        policy, name = frame.f_locals.get("self"), frame.f_code.co_filename
+        if isinstance(policy, Policy) and type(policy) not in POLICIES.values():
+            code = linecache.getline(name, number, frame.f_globals).strip()
+            where = f"{type(policy).__name__}.{frame.f_code.co_name}"
+            return f", in {where}, line {number}" + (f": {code}" if code else "")
+    return ""
 
 
 # --- what is shown -------------------------------------------------------------------------------
@@ -316,10 +323,15 @@ def _only_first(run: ServingRun, num: int) -> ServingRun:
     """The run as its first requests saw it: all steps until they end, and nobody else in them."""
     requests = run.requests[:num]
     names = {request.request_id for request in requests}
-    ends = [r.metrics.token_times_s[-1] for r in requests if r.metrics.token_times_s]
-    end_s = max(ends, default=0.0)
+    end_s = last_token_s(run, num)
     steps = [_only(step, names) for step in run.steps if step.start_s < end_s]
     return replace(run, requests=requests, steps=steps)
+
+
+def last_token_s(run: ServingRun, num: int) -> float:
+    """When the last of its first requests has all its tokens."""
+    times = [r.metrics.token_times_s for r in run.requests[:num] if r.metrics.token_times_s]
+    return max((each[-1] for each in times), default=0.0)
 
 
 def _only(step: StepSpan, names: set[str]) -> StepSpan:

@@ -52,6 +52,11 @@ class Broken(Policy):
         return 1 / 0
 
 
+class Failing(Policy):
+    def rank(self, sequence, view):
+        return int("soon")
+
+
 class Silent(Policy):
     def rank(self, sequence, view):
         return None
@@ -261,7 +266,8 @@ def test_a_policy_of_ones_own_decides(lab: PolicyLab) -> None:
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        (Broken(), "ZeroDivisionError: division by zero in line"),
+        (Broken(), "ZeroDivisionError: division by zero, in Broken.rank, line "),
+        (Failing(), "ValueError: invalid literal for int() with base 10: 'soon', in Failing.rank"),
         (Silent(), "the rank of r0 is None"),
         (Newest, "pass an object, Newest()"),
         (3, "policy=3 must be an object derived from pdlab.Policy"),
@@ -413,6 +419,12 @@ def test_the_engine_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [engine.memory for engine in made] == [None]
 
 
+def test_how_long_it_will_take_is_known_before() -> None:
+    lab = real_lab()
+    ends = [r.metrics.token_times_s[-1] for r in lab.run.requests[:4]]
+    assert lab.result["real_s"] == max(ends)
+
+
 def test_it_can_be_stopped_and_begun_again() -> None:
     lab = real_lab(rate_rps=0.01)  # the first request is minutes away
     lab.run_for_real()
@@ -450,7 +462,7 @@ def test_what_a_policy_raises_for_real_is_said() -> None:
     lab.run_for_real()
     lab.wait(60)
     assert lab.real["state"] == "failed"
-    assert "ZeroDivisionError: division by zero in line" in lab.real["error"]
+    assert "ZeroDivisionError: division by zero, in Late.rank" in lab.real["error"]
     lab.choose(policy="fcfs")
     lab.run_for_real()
     lab.wait(60)

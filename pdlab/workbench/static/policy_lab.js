@@ -14,7 +14,7 @@ const MODE_HINTS = {
 };
 const POLICY_HINTS = {
   fcfs: "first come, first served", sjf: "shortest prompt first", priority: "lowest number first, with ageing",
-  deadline: "earliest TTFT limit that can still be met first", longest_prefix: "most tokens in the prefix cache first",
+  deadline: "earliest TTFT limit that can still be met first", longest_prefix: "most tokens in the prefix cache first; these prompts share none, so as fcfs",
 };
 const SETTING_NAMES = {
   batching: "batching", policy: "policy", max_num_batched_tokens: "token budget", chunk_size: "chunk", max_num_seqs: "seats", rate_rps: "rate",
@@ -301,7 +301,7 @@ class PolicyLab {
     if (real.state === "stopped") return [`Stopped after ${real.finished} of ${real.num} requests: no numbers.`];
     if (real.state === "failed") return [h("b", {}, [`It failed: ${real.error}`])];
     if (real.state === "done") return [];
-    return [possible ? "in real time, on an engine of its own" : this.get("header").here.length ? "choose this machine for it" : "needs a model: PolicyLab(model)"];
+    return [possible ? `in real time: about ${digits(this.get("result").real_s)} s, on an engine of its own` : this.get("header").here.length ? "choose this machine for it" : "needs a model: PolicyLab(model)"];
   }
 
   drawTable(real) {
