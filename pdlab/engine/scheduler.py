@@ -192,9 +192,19 @@ class Scheduler:
         return first, "prefill" if first == "decode" else "decode"
 
     def _add_decodes(self, batch: ScheduledBatch) -> None:
-        """One more token for each that decodes."""
-        for sequence in self._awake(SequenceState.RUNNING):
-            self._go_on(sequence, batch)
+        """One more token for each that decodes; mostly its slot is there, and nothing to decide.
+
+        The budget is enough: it has a token for each seat.
+        """
+        decoding = SequenceState.RUNNING
+        for sequence in self._awake(decoding):
+            if sequence.state is decoding and self.kv.has_slot(sequence):
+                start, cached = sequence.num_computed_tokens, sequence.num_cached_tokens
+                part = ScheduledSequence(sequence, start, 1, "decode", True, [], [], cached)
+                batch.scheduled.append(part)
+                batch.budget -= 1
+            else:
+                self._go_on(sequence, batch)
 
     def _add_prompts(self, batch: ScheduledBatch, now_s: float) -> None:
         """Chunks of the prompts that are under way, then new ones."""
@@ -212,10 +222,8 @@ class Scheduler:
         if sequence.state is SequenceState.PREEMPTED or not batch.budget:
             return
         num_tokens = min(sequence.num_uncomputed_tokens, batch.budget, self.chunk_size)
-        if num_tokens == 1 and self.kv.has_slot(sequence):
-            self._plan(sequence, 1, [], batch)  # most decodes: nothing needs to be taken
-        elif self._make_room(sequence, num_tokens, batch):
-            self._plan(sequence, num_tokens, self.kv.grow(sequence, num_tokens), batch)
+        if self._make_room(sequence, num_tokens, batch):
+            self._plan(sequence, num_tokens, batch)
         else:
             batch.starved = True
 
@@ -345,7 +353,7 @@ class Scheduler:
             sequence.state = SequenceState.RUNNING if decodes else SequenceState.PREFILLING
             self._num_to_join -= 1
             num_tokens = min(sequence.num_uncomputed_tokens, batch.budget, self.chunk_size)
-            self._plan(sequence, num_tokens, self.kv.grow(sequence, num_tokens), batch)
+            self._plan(sequence, num_tokens, batch)
 
     def _next_with_room(
         self, batch: ScheduledBatch, view: QueueView
@@ -386,10 +394,8 @@ class Scheduler:
         needed = self.kv.blocks_to_start(sequence, hits, self.chunk_size)
         return needed + kept_free <= self.kv.pool.num_free
 
-    def _plan(
-        self, sequence: Sequence, num_tokens: int, blocks_taken: list[int], batch: ScheduledBatch
-    ) -> None:
-        """Put a sequence's next tokens, which have their blocks, into the batch."""
+    def _plan(self, sequence: Sequence, num_tokens: int, batch: ScheduledBatch) -> None:
+        """Take the blocks for a sequence's next tokens and put them into the batch."""
         samples = num_tokens == sequence.num_uncomputed_tokens
         part = ScheduledSequence(
             sequence,
@@ -397,7 +403,7 @@ class Scheduler:
             num_tokens=num_tokens,
             phase=sequence.phase,
             samples=samples,
-            blocks_taken=blocks_taken,
+            blocks_taken=self.kv.grow(sequence, num_tokens),
             forks=list(sequence.forks) if samples else [],
             num_cached_tokens=sequence.num_cached_tokens,
         )

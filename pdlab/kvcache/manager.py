@@ -228,10 +228,9 @@ class KVManager:
     def has_slot(self, holder: Holder) -> bool:
         """Whether the next token has a slot in a block that nobody else holds or may find: then
         `grow` by one token would change nothing. Mostly so, and quicker to ask."""
-        index, offset = divmod(holder.num_computed_tokens, self.pool.block_size)
-        if not offset or len(holder.prefixes) > index:
-            return False
-        return self.pool.is_private(holder.block_table[index])
+        index = holder.num_computed_tokens // self.pool.block_size
+        table = holder.block_table
+        return index < len(table) and self.pool.is_private(table[index])
 
     def _writes_shared(self, holder: Holder) -> bool:
         """Whether the next token's slot is in a block that somebody else holds too."""

@@ -210,6 +210,16 @@ MUTANTS = [
             "return view.now_s <= deadline_s, deadline_s",
         ),
     ),
+    mutant(
+        "a decode with a slot runs though it was preempted",
+        SCHEDULER,
+        ("if sequence.state is decoding and self", "if self"),
+    ),
+    mutant(
+        "a shared block is taken for one with a slot",
+        POOL,
+        ("return self._ref_counts[block] == 1 and", "return"),
+    ),
     # --- the scheduler's bugs ---
     mutant(
         "one block too few",
@@ -324,8 +334,8 @@ MUTANTS = [
         SCHEDULER,
         (
             "min(sequence.num_uncomputed_tokens, batch.budget, self.chunk_size)\n"
-            "        if num_tokens",
-            "min(sequence.num_uncomputed_tokens, self.chunk_size)\n        if num_tokens",
+            "        if self._make_room",
+            "min(sequence.num_uncomputed_tokens, self.chunk_size)\n        if self._make_room",
         ),
     ),
     mutant(
@@ -852,11 +862,12 @@ MUTANTS = [
         "blocks are dropped before the step reads them",
         SCHEDULER,
         (
-            "        batch.scheduled.append(part)\n",
+            "        batch.scheduled.append(part)\n        batch.budget -= num",
             "        batch.scheduled.append(part)\n"
             "        sequence.num_computed_tokens = part.end\n"
             "        self.kv.drop_unseen(sequence)\n"
-            "        sequence.num_computed_tokens = part.start\n",
+            "        sequence.num_computed_tokens = part.start\n"
+            "        batch.budget -= num",
         ),
     ),
     mutant(
