@@ -194,11 +194,10 @@ class Scheduler:
     def _add_decodes(self, batch: ScheduledBatch) -> None:
         """One more token for each that decodes; mostly its slot is there, and nothing to decide.
 
-        The budget is enough: it has a token for each seat.
+        The budget is enough: it has a token for each seat. One that was preempted has no slot.
         """
-        decoding = SequenceState.RUNNING
-        for sequence in self._awake(decoding):
-            if sequence.state is decoding and self.kv.has_slot(sequence):
+        for sequence in self._awake(SequenceState.RUNNING):
+            if self.kv.has_slot(sequence):
                 start, cached = sequence.num_computed_tokens, sequence.num_cached_tokens
                 part = ScheduledSequence(sequence, start, 1, "decode", True, [], [], cached)
                 batch.scheduled.append(part)

@@ -211,11 +211,6 @@ MUTANTS = [
         ),
     ),
     mutant(
-        "a decode with a slot runs though it was preempted",
-        SCHEDULER,
-        ("if sequence.state is decoding and self", "if self"),
-    ),
-    mutant(
         "a shared block is taken for one with a slot",
         POOL,
         ("return self._ref_counts[block] == 1 and", "return"),
