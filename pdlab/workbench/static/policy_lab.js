@@ -389,6 +389,7 @@ function changeText(value, old, better) {
   if (value === old) return h("span.pd-pl-change", {}, ["= as pinned"]);
   if (!old) return h("span.pd-pl-change", {}, [value > 0 === better > 0 ? "better" : "worse"]);
   const ratio = value / old;
+  if (Math.abs(ratio - 1) < 0.005) return h("span.pd-pl-change", {}, ["≈ as pinned"]);
   const text = ratio >= 3 ? `${digits(ratio)} ×` : `${signed(Math.round((ratio - 1) * 100))} %`;
   const good = value > old === better > 0;
   return h("span.pd-pl-change", { "data-good": String(good) }, [h("b", {}, [`${value > old ? "▲" : "▼"} ${text}`]), ` ${good ? "better" : "worse"}`]);
