@@ -67,9 +67,11 @@ class StepSpan:
     num_waiting: int
     num_running: int
     num_used_blocks: int
-    """KV blocks that somebody holds."""
+    """KV blocks that somebody holds, at its end."""
     preempted: list[str] = field(default_factory=list)
     num_steps: int = 1
+    num_grown_blocks: int = 0
+    """How many of the used blocks were taken in the course of several steps: evenly, nearly."""
 
     @property
     def end_s(self) -> float:
@@ -107,9 +109,14 @@ class ServingRun:
     """KV blocks of the pool."""
 
     @property
+    def start_s(self) -> float:
+        """The first arrival; before it there is nothing to serve."""
+        return self.requests[0].metrics.arrival_s if self.requests else 0.0
+
+    @property
     def duration_s(self) -> float:
-        """From the beginning of the workload to the end of its last step."""
-        return self.steps[-1].end_s if self.steps else 0.0
+        """From the first arrival to the end of the last step."""
+        return max(0.0, self.steps[-1].end_s - self.start_s) if self.steps else 0.0
 
     @classmethod
     def of_trace(cls, trace: Trace) -> ServingRun:
