@@ -14,6 +14,7 @@ from pdlab.engine.policies import (
     Deadline,
     LongestPrefix,
     Policy,
+    PolicyError,
     Priority,
     ShortestJob,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "NaiveGenerator",
     "NaiveOutput",
     "Policy",
+    "PolicyError",
     "Priority",
     "Prompt",
     "RequestMetrics",

@@ -77,9 +77,9 @@ class EngineConfig:
     """Who of those that wait is admitted next: `fcfs`, `sjf` (shortest prompt), `priority` (lowest
     number, with ageing), `deadline` (earliest TTFT deadline that can still be met) or
     `longest_prefix` (most tokens in the prefix cache); or a `pdlab.Policy` of your own."""
-    max_overtakes: int = 100
+    max_overtakes: int = 1000
     """Later requests that may be admitted before one that waits: then the oldest is next, whatever
-    the policy."""
+    the policy. A small number makes every policy first come, first served in a long queue."""
     max_phase_steps: int = 16
     """Most steps in a row that `prefill_first` and `decode_first` give to one phase while the other
     one waits."""

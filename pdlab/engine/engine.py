@@ -119,13 +119,14 @@ class Engine:
             clock = StageClock(self.model.decoder.device)
             sequences = [*self.scheduler.running, *self.scheduler.waiting]
             may_idle = memory.num_engines > 1 or any(s.paused for s in sequences)
+            self.scheduler.rank(start_s)
             with undisturbed():
                 batch = self.scheduler.schedule(start_s)
                 orders = memory.manager.take_orders()
                 self.runner.carry_out(orders)
                 self._note(batch)
             if not batch.scheduled:
-                assert may_idle, "there is work, and nothing of it was scheduled"
+                assert may_idle or batch.unranked, "there is work, and nothing of it was scheduled"
                 return None
             clock.lap("schedule")
             with self._metered() as activations:
@@ -135,12 +136,18 @@ class Engine:
                 return self._book(batch, output, moves, activations, clock, start_s)
 
     def _note(self, batch: ScheduledBatch) -> None:
-        """Count what scheduling did for good, whether or not the step comes about."""
+        """Book what scheduling did for good, whether or not the step comes about."""
         self._freed += batch.blocks_freed
         for sequence in batch.preempted:
             metrics = self._find(sequence)[1].metrics
             metrics.num_preemptions += 1
             metrics.num_swaps += bool(sequence.host_table)
+        for sequence, error in batch.unranked.items():
+            request, _ = self._find(sequence)
+            for sample in request.samples:
+                sample.error = error
+                self._end(request, sample, "error")
+            self._recorder.add_abort(request.request_id, self.now_s())
 
     def _book(
         self,

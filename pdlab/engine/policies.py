@@ -1,8 +1,12 @@
 """Who of those that wait is admitted next.
 
 A policy orders the requests that have never run. Whatever it says, the wait is bounded: the queue
-takes the oldest once `max_overtakes` later ones were admitted before it (see `waiting`). And it
-orders nothing else: who was admitted keeps its turn, also when it is preempted and comes back.
+takes the oldest once `max_overtakes` later ones were admitted before it (see `waiting`).
+
+And it orders nothing else. Who was admitted keeps its turn: when blocks run out, the last who was
+admitted is preempted, whatever its priority, and comes back before anybody new. So whoever was let
+in gets on, which a stream of more urgent ones could prevent otherwise. (vLLM's `priority` also
+preempts the least urgent one first, and has no such bound.)
 """
 
 from __future__ import annotations
@@ -15,6 +19,10 @@ from pdlab.kvcache import KVManager
 from pdlab.requirements import require_choice, require_number, shown
 
 Rank = float | tuple[float, ...]
+
+
+class PolicyError(ValueError):
+    """A policy has no rank for a sequence; its cause says what it did instead."""
 
 
 class QueueView(NamedTuple):
@@ -42,6 +50,8 @@ class Policy(ABC):
     changes = True
     """Whether the rank of a sequence may change while it waits. Where it cannot, it is asked for
     once, when the request comes, and a long queue costs nothing."""
+    most_ranked: int | None = None
+    """How many of those that wait are ranked, the oldest ones; None for all."""
 
     @abstractmethod
     def rank(self, sequence: Sequence, view: QueueView) -> Rank:
@@ -111,8 +121,11 @@ class LongestPrefix(Policy):
     """The one with the most tokens in the prefix cache first, while they are there.
 
     Zheng et al. 2024, SGLang, section 3: among requests that share prefixes, this order comes close
-    to a depth-first walk of their tree, which computes every prefix once.
+    to a depth-first walk of their tree, which computes every prefix once. To look all of a long
+    queue up in every step would take longer than it spares, so only the oldest are.
     """
+
+    most_ranked = 128
 
     def rank(self, sequence: Sequence, view: QueueView) -> Rank:
         return -view.num_cached_tokens(sequence)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from pdlab.engine.config import EngineConfig
 from pdlab.engine.output import FinishReason
-from pdlab.engine.policies import Policy, QueueView, as_policy
+from pdlab.engine.policies import Policy, PolicyError, QueueView, as_policy
 from pdlab.engine.sequence import Sequence, SequenceState
 from pdlab.engine.waiting import WaitingQueue
 from pdlab.kvcache import Hits, KVManager
@@ -76,6 +76,8 @@ class ScheduledBatch:
     """Whether somebody who runs found no blocks to go on."""
     shut: bool = False
     """Whether admission ended because there was no room, or nobody to admit."""
+    unranked: dict[Sequence, PolicyError] = field(default_factory=dict)
+    """Those that wait and for whom the policy has no rank. They would wait for ever: end them."""
     made_wait: bool = False
     """Whether the phase that goes first took the step and the other one has work."""
 
@@ -92,7 +94,8 @@ class Scheduler:
                        has finished (or is paused). Prompts first, then decodes.
         prefill_first  a step holds prompts or decodes; prompts as long as there are any.
         decode_first   a step holds prompts or decodes; decodes as long as there are any.
-                       (In these three, one that returns from host memory may decode at once.)
+                       (In these three, one that comes back after a preemption and has only its
+                       newest token to compute decodes in a step of prompts.)
         mixed          a step holds all decodes, and chunks of prompts up to the token budget.
 
     No phase starves: in the two modes with an order, the first gets at most `max_phase_steps` steps
@@ -135,8 +138,9 @@ class Scheduler:
         self._num_turns = 0
         self._num_phase_steps = 0
         """Steps in a row that made the other phase wait."""
-        self._num_to_join = 0
-        """How many may still join the static batch."""
+        self._to_join: set[Sequence] = set()
+        """Who may still join the static batch."""
+        self._view: QueueView | None = None
 
     @property
     def has_work(self) -> bool:
@@ -151,7 +155,7 @@ class Scheduler:
         """Let a new sequence wait, with its forks.
 
         Raises:
-            ValueError: the policy has no rank for it.
+            PolicyError: the policy has no rank for it.
         """
         self._num_arrivals += 1
         for each in (sequence, *sequence.forks):
@@ -165,9 +169,6 @@ class Scheduler:
 
         Args:
             now_s: the time, on the clock of the sequences' `arrival_s`.
-
-        Raises:
-            ValueError: the policy has no rank for one that waits; nothing is lost.
         """
         batch = ScheduledBatch(self.max_num_batched_tokens)
         for phase in self._phases():
@@ -182,7 +183,17 @@ class Scheduler:
             self._preempt(self._victim(), batch)
         batch.scheduled.sort(key=lambda part: part.phase)  # one that comes back may decode at once
         batch.made_wait = self._makes_wait(batch)
+        batch.unranked = self.waiting.take_unranked()
         return batch
+
+    def rank(self, now_s: float) -> None:
+        """Ask the policy about those that wait; for `schedule` at the same time, which else does.
+
+        Here it does no harm to interrupt a policy that takes too long: nothing has changed yet.
+        """
+        if self.num_seats_taken < self.max_num_seqs:
+            self._view = QueueView(now_s, self.kv)
+            self.waiting.rank(self._view)
 
     def _phases(self) -> tuple[Phase, Phase]:
         """What a step takes up first, and second."""
@@ -210,7 +221,8 @@ class Scheduler:
         for sequence in self._awake(SequenceState.PREFILLING):
             self._go_on(sequence, batch)
         if not batch.starved and not batch.preempted:
-            self._admit(batch, QueueView(now_s, self.kv))
+            view, self._view = self._view, None
+            self._admit(batch, view if view and view.now_s == now_s else QueueView(now_s, self.kv))
 
     def _awake(self, state: SequenceState) -> list[Sequence]:
         """Those in a state (PREFILLING or RUNNING) that are not paused."""
@@ -335,11 +347,12 @@ class Scheduler:
     def _admit(self, batch: ScheduledBatch, view: QueueView) -> None:
         """Start those that wait, in the queue's order, while all their known tokens would fit."""
         if all(s.paused for s in self.running):
-            self._num_to_join = len(self.waiting)
+            self._to_join = set(self.waiting)
         while batch.budget and self._is_open:
             found = self._next_with_room(batch, view)
             if found is None:
-                self._num_to_join, batch.shut = 0, True
+                batch.shut = True
+                self._to_join.clear()
                 break
             sequence, hits = found
             if sequence.state is SequenceState.WAITING:
@@ -350,7 +363,7 @@ class Scheduler:
             insort_right(self.running, sequence, key=_turn)
             decodes = sequence.phase == "decode"  # its K and V come back from host memory
             sequence.state = SequenceState.RUNNING if decodes else SequenceState.PREFILLING
-            self._num_to_join -= 1
+            self._to_join.discard(sequence)
             num_tokens = min(sequence.num_uncomputed_tokens, batch.budget, self.chunk_size)
             self._plan(sequence, num_tokens, batch)
 
@@ -365,7 +378,8 @@ class Scheduler:
             paused = [s for s in self.running if s.paused]
             if self.num_seats_taken >= self.max_num_seqs and not paused:
                 return None  # whoever it is: a policy need not be asked
-            sequence = self.waiting.next(view)
+            members = self._to_join if self.batching == "static" else None
+            sequence = self.waiting.next(view, members)
             if sequence is None:
                 return None
             hits = self.kv.look_up(sequence)
@@ -378,7 +392,7 @@ class Scheduler:
     @property
     def _is_open(self) -> bool:
         """Whether somebody may join those who run."""
-        return self.batching != "static" or self._num_to_join > 0
+        return self.batching != "static" or bool(self._to_join)
 
     def _give_turn(self, sequence: Sequence) -> None:
         self._num_turns += 1
@@ -435,6 +449,8 @@ class Scheduler:
         swaps = self.kv.can_swap_out(sequence) and self.swaps(sequence)
         self.running.remove(sequence)
         self.waiting.put_back(sequence)
+        if self._to_join:
+            self._to_join.add(sequence)  # the batch is not complete yet: it joins again
         sequence.state = SequenceState.PREEMPTED
         sequence.num_cached_tokens = 0
         batch.blocks_freed += self.kv.swap_out(sequence) if swaps else self.kv.release(sequence)

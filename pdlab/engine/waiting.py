@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from bisect import insort_left
+from bisect import bisect_left, insort_left
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from heapq import heappop, heappush
+from collections.abc import Container, Iterator
+from itertools import islice
 from numbers import Real
 from typing import Any
 
-from pdlab.engine.policies import Policy, QueueView, Rank
+from pdlab.engine.policies import Policy, PolicyError, QueueView, Rank
 from pdlab.engine.sequence import Sequence
 
 Entry = tuple[Rank, int, Sequence]
@@ -19,14 +18,14 @@ Entry = tuple[Rank, int, Sequence]
 
 
 class WaitingQueue:
-    """Says who is next; iterates over the preempted and then over the others as they arrived.
+    """Says who is next; iterates over the preempted and then over the new, as they arrived.
 
-    The wait of those who have never run is bounded. Once `max_overtakes` later ones were admitted
-    before the oldest, the oldest is next. Whoever overtook somebody also overtook all who are older
-    still, so nobody is ever overtaken more often.
+    The wait of the new, who have never run, is bounded. Once `max_overtakes` later ones were
+    admitted before the oldest, the oldest is next. Whoever overtook somebody also overtook all who
+    are older still, so nobody is ever overtaken more often.
 
     Args:
-        policy: who of those that have never run is next otherwise.
+        policy: who of the new is next otherwise.
     """
 
     def __init__(self, policy: Policy, max_overtakes: int):
@@ -34,11 +33,14 @@ class WaitingQueue:
         self.max_overtakes = max_overtakes
         self._preempted: list[Sequence] = []
         self._new: OrderedDict[Sequence, int] = OrderedDict()
-        """By arrival; each with the number of new ones that had left, or were to leave before it,
-        when it came."""
-        self._num_left = 0
+        """By arrival; each with how many new ones would have been admitted by its turn, if nobody
+        overtook it."""
+        self._num_admitted = 0
         self._ranked: list[Entry] = []
-        """A heap where ranks do not change; those that have left are dropped when they come up."""
+        """The new in order of rank; where ranks change, as it was in `_view`."""
+        self._entries: dict[Sequence, Entry] = {}
+        self._view: QueueView | None = None
+        self._unranked: dict[Sequence, PolicyError] = {}
 
     def __len__(self) -> int:
         return len(self._preempted) + len(self._new)
@@ -54,77 +56,88 @@ class WaitingQueue:
         """A new one.
 
         Raises:
-            ValueError: the policy has no rank for it.
+            PolicyError: the policy has no rank for it.
         """
         if not self.policy.changes:
-            with _naming(self.policy):
-                heappush(self._ranked, self._entry(sequence, view))
-        self._new[sequence] = self._num_left + len(self._new)
+            self._rank_one(sequence, view)
+        self._new[sequence] = self._num_admitted + len(self._new)
 
     def put_back(self, sequence: Sequence) -> None:
         """One that was preempted: it has its place before all who were admitted after it."""
         insort_left(self._preempted, sequence, key=lambda s: s.turn)
 
     def remove(self, sequence: Sequence) -> None:
-        """It is admitted, or ends."""
-        if sequence in self._new:
-            del self._new[sequence]
-            self._num_left += 1
-        else:
+        """It is admitted, and has its turn; or it ends."""
+        if sequence not in self._new:
             self._preempted.remove(sequence)
+            return
+        del self._new[sequence]
+        if sequence.turn:
+            self._num_admitted += 1
+        else:
+            for later in self._new:
+                self._new[later] -= later.arrival > sequence.arrival
+        if entry := self._entries.pop(sequence, None):
+            del self._ranked[bisect_left(self._ranked, entry)]
 
-    def next(self, view: QueueView) -> Sequence | None:
+    # --- who is next ----------------------------------------------------------------------------
+
+    def rank(self, view: QueueView) -> None:
+        """Ask the policy about all the new, where ranks change; see `take_unranked`."""
+        if not self.policy.changes or view is self._view:
+            return
+        self._view, self._ranked, self._entries, self._unranked = None, [], {}, {}
+        for sequence in islice(self._new, self.policy.most_ranked):
+            try:
+                self._rank_one(sequence, view)
+            except PolicyError as error:
+                self._unranked[sequence] = error
+        self._view = view
+
+    def take_unranked(self) -> dict[Sequence, PolicyError]:
+        """Those for whom the policy had no rank when it was last asked, and what it did instead.
+
+        They are never next.
+        """
+        unranked, self._unranked = self._unranked, {}
+        return {s: error for s, error in unranked.items() if s in self._new}
+
+    def next(self, view: QueueView, among: Container[Sequence] | None = None) -> Sequence | None:
         """Who is to be admitted before all others; None if nobody is, or all are paused.
 
-        Raises:
-            ValueError: the policy has no rank for one of them.
+        Args:
+            among: if given, those from whom to choose.
         """
+
+        def may(sequence: Sequence) -> bool:
+            return not sequence.paused and (among is None or sequence in among)
+
         for sequence in self._preempted:
-            if not sequence.paused:
+            if may(sequence):
                 return sequence
-        oldest, num_overtakes = self._oldest()
-        if oldest is None or num_overtakes >= self.max_overtakes:
-            return oldest
-        if self.policy.changes:
-            awake = [self._entry(s, view) for s in self._new if not s.paused]
-            return self._first(awake)
-        return self._first_ranked()
+        self.rank(view)
+        for num_passed, (sequence, num_before) in enumerate(self._new.items()):
+            if may(sequence) and sequence in self._entries:
+                if self._num_admitted + num_passed - num_before >= self.max_overtakes:
+                    return sequence
+                break
+        return next((sequence for _, _, sequence in self._ranked if may(sequence)), None)
 
-    def _oldest(self) -> tuple[Sequence | None, int]:
-        """The oldest that is awake, and how many overtook it at most."""
-        for num_paused, (sequence, num_before) in enumerate(self._new.items()):
-            if not sequence.paused:
-                return sequence, self._num_left + num_paused - num_before
-        return None, 0
-
-    def _first_ranked(self) -> Sequence | None:
-        while self._ranked[0][2] not in self._new:
-            heappop(self._ranked)
-        first = self._ranked[0][2]
-        if not first.paused:
-            return first
-        awake = [e for e in self._ranked if e[2] in self._new and not e[2].paused]
-        return self._first(awake)
-
-    def _first(self, entries: list[Entry]) -> Sequence | None:
-        with _naming(self.policy):
-            return min(entries)[2] if entries else None
-
-    def _entry(self, sequence: Sequence, view: QueueView) -> Entry:
-        rank = self.policy.rank(sequence, view)
-        parts: tuple[Any, ...] = rank if isinstance(rank, tuple) else (rank,)
-        if not all(isinstance(part, Real) and not math.isnan(part) for part in parts):
-            raise ValueError(
-                f"policy={self.policy}: the rank of {sequence.sequence_id} is {rank!r:.60}, it "
-                "must be a number or a tuple of numbers"
-            )
-        return rank, sequence.arrival, sequence
+    def _rank_one(self, sequence: Sequence, view: QueueView) -> None:
+        try:
+            entry = (_checked(self.policy.rank(sequence, view)), sequence.arrival, sequence)
+            insort_left(self._ranked, entry)
+        except Exception as error:
+            raise PolicyError(
+                f"policy={self.policy} has no rank for {sequence.sequence_id}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self._entries[sequence] = entry
 
 
-@contextmanager
-def _naming(policy: Policy) -> Iterator[None]:
-    """Say whose ranks do not compare."""
-    try:
-        yield
-    except TypeError as error:
-        raise ValueError(f"policy={policy} has ranks that do not compare: {error}") from error
+def _checked(rank: Any) -> Rank:
+    parts = rank if isinstance(rank, tuple) else (rank,)
+    for part in parts:
+        if not isinstance(part, Real) or math.isnan(part):
+            raise ValueError(f"{rank!r:.60} is no number and no tuple of numbers")
+    return rank

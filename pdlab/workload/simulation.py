@@ -13,6 +13,7 @@ the time a copy to host memory takes, so `num_swap_blocks` must be 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 
@@ -20,9 +21,12 @@ from pdlab.costmodel import StepShape, StepTimes
 from pdlab.engine.admission import check_fits, longest
 from pdlab.engine.config import EngineConfig
 from pdlab.engine.metrics import RequestMetrics
+from pdlab.engine.policies import PolicyError
+from pdlab.engine.request import MOST_PRIORITY
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
 from pdlab.engine.sequence import Sequence
 from pdlab.kvcache import BlockPool, KVManager, Retention
+from pdlab.requirements import require_int
 from pdlab.sampling import SamplingParams
 from pdlab.workload.arrivals import Arrivals, OpenLoop
 from pdlab.workload.serving import ServedRequest, ServingRun, StepSpan
@@ -49,7 +53,8 @@ def simulate(
         leaps: whether equal steps in a row are booked in one go.
 
     Raises:
-        ValueError: a knob that cannot be simulated.
+        ValueError: a knob that cannot be simulated, a step time that is no time, no request at all.
+        PolicyError: the policy has no rank for a request.
     """
     for name in ("num_swap_blocks", "heavy_tokens"):
         if getattr(config, name):
@@ -95,6 +100,8 @@ class Simulation:
         while self._has_more():
             batch = self.scheduler.schedule(self.now_s)
             self.kv.take_orders()  # there are no bytes to move
+            for error in batch.unranked.values():
+                raise error
             assert batch.scheduled, "there is work, and nothing of it was scheduled"
             shape = shape_of(batch)
             self._step(batch, shape)
@@ -102,6 +109,8 @@ class Simulation:
                 self._leap(batch, shape)
             self._end(batch)
         assert self.pool.num_free == self.pool.num_blocks, "blocks leaked"
+        if not self.requests:
+            raise ValueError("arrivals has no request left")
         return ServingRun(
             provenance="simulated",
             basis=self.step_times.basis,
@@ -114,8 +123,9 @@ class Simulation:
     def _has_more(self) -> bool:
         """Let in who has come; where nobody runs or waits, go on to the next arrival."""
         while True:
-            for request in self.arrivals.take_due(self.now_s):
-                self._submit(request)
+            while due := self.arrivals.take_due(self.now_s):  # one refused may call the next
+                for request in due:
+                    self._submit(request)
             if self.scheduler.has_work:
                 return True
             if self.arrivals.next_s is None:
@@ -126,7 +136,7 @@ class Simulation:
 
     def _step(self, batch: ScheduledBatch, shape: StepShape) -> None:
         start_s, scheduler = self.now_s, self.scheduler
-        self.now_s += self.step_times.step_s(shape)
+        self._pass_time(shape)
         for sequence in batch.preempted:
             self._jobs[sequence].served.metrics.num_preemptions += 1
         scheduler.update(batch, {p.sequence.sequence_id: [0] for p in batch.scheduled})
@@ -147,6 +157,12 @@ class Simulation:
                 job.num_left -= 1
         self._note(start_s, decodes, prompts, [s.request_id for s in batch.preempted])
 
+    def _pass_time(self, shape: StepShape) -> None:
+        step_s = self.step_times.step_s(shape)
+        if not 0 <= step_s < math.inf:
+            raise ValueError(f"step_times={self.step_times.basis!r:.60}: {step_s} s for {shape}")
+        self.now_s += step_s
+
     def _leap(self, batch: ScheduledBatch, shape: StepShape) -> None:
         """The same decodes again, until somebody ends or comes, or blocks run out."""
         jobs, next_s = [self._jobs[s] for s in self.scheduler.running], self.arrivals.next_s
@@ -155,14 +171,17 @@ class Simulation:
         start_s, times_s = self.now_s, list[float]()
         while len(times_s) < num_steps and (next_s is None or self.now_s < next_s):
             shape = one_later(shape)
-            self.now_s += self.step_times.step_s(shape)
+            self._pass_time(shape)
             times_s.append(self.now_s)
         if times_s:
+            num_free = self.pool.num_free
             self.scheduler.repeat(batch, len(times_s))
             for job in jobs:
                 job.served.metrics.token_times_s += times_s
                 job.num_left -= len(times_s)
-            self._note(start_s, self.steps[-1].decodes, {}, [], len(times_s))
+            self._note(start_s, self.steps[-1].decodes, {}, [])
+            self.steps[-1].num_steps = len(times_s)
+            self.steps[-1].num_grown_blocks = num_free - self.pool.num_free
 
     def _note(
         self,
@@ -170,7 +189,6 @@ class Simulation:
         decodes: list[str],
         prompts: dict[str, int],
         preempted: list[str],
-        num_steps: int = 1,
     ) -> None:
         self.steps.append(
             StepSpan(
@@ -182,7 +200,6 @@ class Simulation:
                 num_running=len(self.scheduler.running),
                 num_used_blocks=self.pool.num_blocks - self.pool.num_free,
                 preempted=preempted,
-                num_steps=num_steps,
             )
         )
 
@@ -194,24 +211,38 @@ class Simulation:
         name = f"r{len(self.requests)}"
         served = ServedRequest(name, metrics, priority=request.priority)
         self.requests.append(served)
-        prompt_ids, knows_prefix = tokens_of(request)
-        sequence = Sequence(
-            name,
-            name,
-            prompt_ids,
-            self._params_for(request.num_output_tokens),
-            uses_prefix_cache=knows_prefix and self.config.enable_prefix_cache,
-            arrival_s=request.arrival_s,
-            priority=request.priority,
-        )
         try:
-            check_fits(self.config, Retention(), prompt_ids, sequence.params)
+            sequence = self._sequence(name, request)
             self.scheduler.add(sequence)
-            room = max(1, longest(self.config) - len(prompt_ids))
-            self._jobs[sequence] = Job(served, min(request.num_output_tokens, room))
+        except PolicyError:
+            raise
         except ValueError as error:
             served.finish_reason, served.error = "error", str(error)
             self.arrivals.note_finished(self.now_s)
+            return
+        room = max(1, longest(self.config) - request.num_prompt_tokens)
+        self._jobs[sequence] = Job(served, min(request.num_output_tokens, room))
+
+    def _sequence(self, name: str, request: TraceRequest) -> Sequence:
+        """What the scheduler sees of a request.
+
+        Raises:
+            ValueError: it can never be served.
+        """
+        require_int("num_prompt_tokens", request.num_prompt_tokens, least=1)
+        require_int("num_output_tokens", request.num_output_tokens, least=1)
+        require_int("priority", request.priority, -MOST_PRIORITY, MOST_PRIORITY)
+        sequence = Sequence(
+            name,
+            name,
+            tokens_of(request, len(self.requests)),
+            self._params_for(request.num_output_tokens),
+            uses_prefix_cache=self.config.enable_prefix_cache,
+            arrival_s=request.arrival_s,
+            priority=request.priority,
+        )
+        check_fits(self.config, Retention(), sequence.prompt_ids, sequence.params)
+        return sequence
 
     def _params_for(self, max_tokens: int) -> SamplingParams:
         if max_tokens not in self._params:
@@ -233,13 +264,22 @@ def one_later(shape: StepShape) -> StepShape:
     return StepShape(prompts, tokens, pairs, decodes, context + decodes, longest + 1)
 
 
-def tokens_of(request: TraceRequest) -> tuple[list[int], bool]:
-    """Tokens that are equal where the trace says that prefixes are, and whether it says anything.
+def tokens_of(request: TraceRequest, number: int) -> list[int]:
+    """Tokens that are equal where the trace says that prefixes are, and nowhere else.
 
-    The trace knows no text. A block's id and the place in it stand for a token.
+    The trace knows no text. A block's id and the place in it stand for a token; where there are no
+    ids, the request's number does.
+
+    Raises:
+        ValueError: there are ids, and too few of them.
     """
     size = request.prefix_block_size
     if not size:
-        return [0] * request.num_prompt_tokens, False
+        return [-1 - number] * request.num_prompt_tokens
+    if len(request.prefix_ids) * size < request.num_prompt_tokens:
+        raise ValueError(
+            f"prefix_ids has {len(request.prefix_ids)} ids of {size} tokens for a prompt of "
+            f"{request.num_prompt_tokens}"
+        )
     tokens = [i * size + offset for i in request.prefix_ids for offset in range(size)]
-    return tokens[: request.num_prompt_tokens], True
+    return tokens[: request.num_prompt_tokens]

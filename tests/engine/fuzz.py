@@ -198,7 +198,7 @@ class Driver:
         desk.unrecorded_free += self.manager.pool.num_free - free
         if request_id in desk.live:
             self.events["aborted"] += 1
-            desk.note_abort(request_id)
+            desk.live[request_id].aborted = True
             desk.collect(request_id)
         desk.check_blocks()
 

@@ -53,17 +53,14 @@ MUTANTS = [
     mutant(
         "a paused sequence is admitted again",
         WAITING,
-        (
-            "            if not sequence.paused:\n                return sequence\n        oldest",
-            "            return sequence\n        oldest",
-        ),
+        ("return not sequence.paused and (", "return bool("),
     ),
     mutant(
         "a paused sequence at the head of the queue holds up the others",
         WAITING,
         (
-            "            if not sequence.paused:\n                return sequence\n        oldest",
-            "            return None if sequence.paused else sequence\n        oldest",
+            "            if may(sequence):\n                return sequence\n",
+            "            return sequence if may(sequence) else None\n",
         ),
     ),
     mutant(
@@ -123,12 +120,15 @@ MUTANTS = [
     mutant(
         "a static batch lets others join",
         SCHEDULER,
-        ('return self.batching != "static" or self._num_to_join > 0', "return True"),
+        ('members = self._to_join if self.batching == "static" else None', "members = None"),
     ),
     mutant(
         "a static batch that is full for now opens again",
         SCHEDULER,
-        ("self._num_to_join, batch.shut = 0, True", "batch.shut = True"),
+        (
+            "                batch.shut = True\n                self._to_join.clear()\n",
+            "                batch.shut = True\n",
+        ),
     ),
     mutant(
         "steps of one phase hold both",
@@ -159,25 +159,25 @@ MUTANTS = [
     mutant(
         "the wait has no bound",
         WAITING,
-        ("if oldest is None or num_overtakes >= self.max_overtakes:", "if oldest is None:"),
+        ("if self._num_admitted + num_passed - num_before >= self.max_overtakes:", "if False:"),
     ),
     mutant(
         "one may be overtaken once more",
         WAITING,
-        ("num_overtakes >= self.max_overtakes", "num_overtakes > self.max_overtakes"),
+        ("num_before >= self.max_overtakes", "num_before > self.max_overtakes"),
     ),
     mutant(
         "who was ahead counts as having overtaken",
         WAITING,
         (
-            "self._new[sequence] = self._num_left + len(self._new)",
-            "self._new[sequence] = self._num_left",
+            "self._new[sequence] = self._num_admitted + len(self._new)",
+            "self._new[sequence] = self._num_admitted",
         ),
     ),
     mutant(
         "an abort makes others wait longer",
         WAITING,
-        ("            self._num_left += 1\n", "            self._num_left += sequence.turn > 0\n"),
+        ("self._new[later] -= later.arrival > sequence.arrival", "pass"),
     ),
     mutant(
         "new ones go before those who were preempted",
@@ -185,9 +185,22 @@ MUTANTS = [
         ("for sequence in self._preempted:", "for sequence in self._preempted[len(self._new) :]:"),
     ),
     mutant(
+        "an abort counts as having overtaken",
+        WAITING,
+        ("if sequence.turn:", "if True:"),
+    ),
+    mutant(
+        "one that is preempted while its static batch gathers must wait for the next",
+        SCHEDULER,
+        (
+            "        if self._to_join:\n            self._to_join.add",
+            "        if False:\n            self._to_join.add",
+        ),
+    ),
+    mutant(
         "one that left the queue is next",
         WAITING,
-        ("while self._ranked[0][2] not in self._new:", "while False:"),
+        ("del self._ranked[bisect_left(self._ranked, entry)]", "pass"),
     ),
     mutant(
         "the longest prompt is the shortest job",
@@ -362,8 +375,8 @@ MUTANTS = [
         "the newest is admitted first",
         WAITING,
         (
-            "return min(entries)[2] if entries else None",
-            "return max(entries)[2] if entries else None",
+            "sequence for _, _, sequence in self._ranked if",
+            "sequence for _, _, sequence in reversed(self._ranked) if",
         ),
     ),
     mutant(

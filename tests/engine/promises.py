@@ -125,7 +125,7 @@ class Told:
     overtaken: int = 0
     """Later ones admitted before it."""
     forgone: int = 0
-    """Later ones that left the queue otherwise, or while it was paused."""
+    """Later ones admitted before it while it was paused."""
     passed: dict[str, int] = field(default_factory=dict)
     """Steps in a row in which each of its samples, decoding, had to wait."""
     aborted: bool = False
@@ -244,12 +244,6 @@ class Desk:
             assert done.metrics.num_output_tokens == len(said.shown)
         assert told.aborted or output.finish_reason == next(iter(told.samples.values())).reason
         self.events["finished"] += not told.aborted
-
-    def note_abort(self, request_id: str) -> None:
-        told = self.live[request_id]
-        told.aborted = True
-        for older in self.live.values():
-            older.forgone += told.turn is None and older.arrival < told.arrival
 
     def resync(self, before: Before) -> None:
         """A step that did not happen may have preempted and admitted; nobody got any further."""

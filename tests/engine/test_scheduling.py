@@ -6,6 +6,7 @@ Time is the number of the step here: the scheduler is driven by hand, with nothi
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -276,27 +277,120 @@ class Broken(Policy):
     ids=["None", "text", "nan", "tuple"],
 )
 @pytest.mark.parametrize("changes", [False, True])
-def test_a_rank_that_is_no_number_is_refused_and_nothing_is_lost(said, changes):
-    policy = Broken(lambda s: said(s) if s.num_prompt_tokens == 7 else 0, changes)
+def test_one_without_a_rank_fails_alone(said, changes):
+    """Where ranks do not change at once, or else when it might be admitted."""
+    policy = Broken(lambda s: said(s) if s.num_prompt_tokens == 7 else 0.0, changes)
     config = EngineConfig(num_blocks=20, max_num_seqs=2, policy=policy)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, n=2)
     with Engine(random_model(), config) as engine:
-        good = [engine.submit([1, 2, 3], SamplingParams(max_tokens=2)) for _ in range(2)]
-        with pytest.raises(ValueError, match=r"policy=Broken.*must be a number"):
-            (engine.submit([1] * 7, SamplingParams(max_tokens=2)), engine.step())
-        for request_id in set(engine.requests) - set(good):
-            engine.abort(request_id)  # where the rank is asked for in the step
+        prompts = [[1, 2, 3], [1] * 7, [4, 5], [6, 7, 8, 9]]
+        good, bad, *others = engine.generate(prompts, params)
+        for output in (good, *others):
+            assert [c.finish_reason for c in output.completions] == ["length"] * 2
+            assert output.completions[0].metrics.num_output_tokens == 4
+        assert bad.finish_reason == "error"
+        assert isinstance(bad.error, pdlab.engine.PolicyError)
+        assert "policy=Broken" in str(bad.error)
+        assert "has no rank for r1" in str(bad.error)
+        assert engine.pool.num_free == 20
+        assert not engine.requests
+        with pytest.raises(ValueError, match="has no rank"):
+            engine.generate([1] * 7, params)
+
+
+def raises_key_error(sequence):
+    return {}[sequence.num_prompt_tokens]
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_those_who_run_do_not_suffer_from_a_policy(changes):
+    policy = Broken(lambda s: raises_key_error(s) if s.num_prompt_tokens == 7 else 0, changes)
+    with Engine(random_model(), EngineConfig(num_blocks=20, policy=policy)) as engine:
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        good = engine.submit([1, 2], params)
+        engine.step()
+        with suppress(ValueError):
+            engine.submit([1] * 7, params)
+        while record := engine.step():
+            assert [s.sequence_id for s in record.sequences] == [good]
+        assert engine.collect(good).metrics.num_output_tokens == 9
+        if changes:
+            bad = engine.collect("r1")
+            assert "KeyError: 7" in str(bad.completions[0].error)
+            assert isinstance(bad.completions[0].error.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_rank_that_does_not_compare_spoils_nothing(changes):
+    policy = Broken(lambda s: (1.0, 2.0) if s.num_prompt_tokens == 7 else 1.0, changes)
+    with Engine(random_model(), EngineConfig(max_num_seqs=1, policy=policy)) as engine:
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        outputs = engine.generate([[1] * n for n in (3, 7, 4, 5, 6)], params)
+        reasons = [output.finish_reason for output in outputs]
+        assert reasons == ["length", "error", "length", "length", "length"]
+
+
+def test_an_interrupted_policy_harms_nobody():
+    patience = iter([KeyboardInterrupt])
+
+    def rank(sequence):
+        for interrupt in patience:
+            raise interrupt
+        return 0.0
+
+    with Engine(random_model(), EngineConfig(policy=Broken(rank, changes=True))) as engine:
+        request_id = engine.submit([1, 2], SamplingParams(max_tokens=2, ignore_eos=True))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
         while engine.step():
             pass
-        assert all(engine.collect(i).finish_reason == "length" for i in good)
-        assert engine.pool.num_free == 20
+        assert engine.collect(request_id).finish_reason == "length"
 
 
-def test_ranks_that_do_not_compare_are_refused():
-    line = Line(policy=Broken(lambda s: 1 if s.num_prompt_tokens == 1 else (1, 2), changes=True))
-    line.add(1)
-    line.add(2)
-    with pytest.raises(ValueError, match=r"policy=Broken.*ranks that do not compare"):
-        line.step()
+def test_a_static_batch_takes_its_own_and_no_latecomer():
+    """The latecomer is short, and first by policy."""
+    line = Line(batching="static", policy="sjf")
+    first, second = line.add(16, 2), line.add(20, 2)
+    assert line.step() == {first: 16}
+    late = line.add(1)
+    assert line.step() == {second: 16}
+    while late not in line.step():
+        pass
+    assert first.num_output_tokens == second.num_output_tokens == 2
+
+
+def test_only_those_who_were_admitted_count_as_having_overtaken():
+    line = Line(policy="priority", max_num_seqs=1, max_overtakes=3)
+    line.add(1, 2)
+    line.step()
+    line.add(2, priority=0)
+    unloved = line.add(2, priority=9)
+    for sequence in [line.add(2, priority=0) for _ in range(5)]:
+        line.scheduler.finish(sequence, "abort")
+    last = line.add(2, priority=0)
+    assert line.order([unloved, last]) == [4, 3]
+
+
+def test_a_queue_forgets_those_who_leave_it():
+    line = Line(policy="sjf", max_num_seqs=1)
+    line.add(1, 99)
+    line.step()
+    for sequence in [line.add(50) for _ in range(20)]:
+        line.scheduler.finish(sequence, "abort")
+    queue = line.scheduler.waiting
+    assert len(queue) == len(queue._ranked) == len(queue._entries) == 0
+
+
+def test_of_a_long_queue_only_the_oldest_are_looked_up():
+    line = Line(policy="longest_prefix", max_num_seqs=1)
+    stem = list(range(100, 112))
+    line.add(0, 2, tokens=stem)
+    line.step()
+    for number in range(LongestPrefix.most_ranked):
+        line.add(0, tokens=[number] * 5)
+    late = line.add(0, tokens=[*stem, 8])
+    oldest = next(iter(line.scheduler.waiting))
+    assert line.order([oldest, late]) == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pdlab import Engine, EngineConfig, SamplingParams
 from pdlab.costmodel import LinearStepTimes
 from pdlab.engine.config import BATCHING_MODES
 from pdlab.engine.fake import FakeRunner
-from pdlab.engine.policies import POLICIES
+from pdlab.engine.policies import POLICIES, Policy, PolicyError
 from pdlab.workload.arrivals import ClosedLoop, OpenLoop
 from pdlab.workload.serving import ServingRun
 from pdlab.workload.simulation import simulate, tokens_of
@@ -106,13 +106,12 @@ def test_the_engine_runs_the_same_steps(requests, config):
     """All requests come at once: then time decides nothing, and the steps can be compared."""
     requests = [replace(request, arrival_s=0.0) for request in requests]
     simulated = simulate(requests, config, ONE_S, max_model_len=64)
-    model = random_model(replace(TINY, max_model_len=64, vocab_size=200))
+    model = random_model(replace(TINY, max_model_len=64, vocab_size=10_000))
     with Engine(model, config) as engine:
         engine.runner = SilentRunner(config.num_blocks, config.block_size, vocab_size=1)
-        for request in requests:
+        for number, request in enumerate(requests):
             params = SamplingParams(max_tokens=request.num_output_tokens, ignore_eos=True)
-            tokens, shares = tokens_of(request)
-            params = replace(params, prefix_cache=shares)
+            tokens = [token % 10_000 for token in tokens_of(request, number)]
             with suppress(ValueError):  # then it is refused by the simulator, too: see below
                 engine.submit(tokens, params, priority=request.priority, arrival_s=0.0)
         while engine.step():
@@ -170,6 +169,71 @@ def test_the_output_ends_where_the_model_does():
     config = EngineConfig(max_model_len=10, preemption="recompute")
     [request] = simulate([TraceRequest(0, 8, 50)], config, ONE_S).requests
     assert request.metrics.num_output_tokens == 2
+
+
+def test_a_policy_without_a_rank_ends_the_simulation():
+    class Broken(Policy):
+        def __init__(self, changes):
+            self.changes = changes
+
+        def rank(self, sequence, view):
+            return 1 / (sequence.num_prompt_tokens - 5)
+
+    for changes in (False, True):
+        config = EngineConfig(policy=Broken(changes), preemption="recompute")
+        with pytest.raises(PolicyError, match="no rank for r1: ZeroDivisionError"):
+            simulate([TraceRequest(0, 4, 3), TraceRequest(0, 5, 3)], config, ONE_S)
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_a_step_that_takes_no_time_is_refused(seconds):
+    class Times:
+        basis = "a broken clock"
+
+        def step_s(self, shape):
+            return seconds
+
+    with pytest.raises(ValueError, match=r"a broken clock.*s for StepShape"):
+        simulate([TraceRequest(0, 4, 3)], EngineConfig(preemption="recompute"), Times())
+
+
+@pytest.mark.parametrize(
+    ("request_", "match"),
+    [
+        (TraceRequest(0, 0, 3), "num_prompt_tokens=0"),
+        (TraceRequest(0, 4, 0), "num_output_tokens=0"),
+        (TraceRequest(0, "3", 4), "num_prompt_tokens='3'"),
+        (TraceRequest(0, 4, 3, priority=10**400), "priority has"),
+        (TraceRequest(0, 100, 3, (1,), 16), "prefix_ids has 1 ids of 16 tokens"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused_alone(request_, match):
+    run = simulate([request_, TraceRequest(0, 4, 3)], EngineConfig(preemption="recompute"), ONE_S)
+    assert match in run.requests[0].error
+    assert [r.finish_reason for r in run.requests] == ["error", "length"]
+
+
+def test_arrivals_that_were_used_up_are_refused():
+    arrivals = OpenLoop([TraceRequest(0, 4, 3)])
+    config = EngineConfig(preemption="recompute")
+    simulate(arrivals, config, ONE_S)
+    with pytest.raises(ValueError, match="arrivals has no request left"):
+        simulate(arrivals, config, ONE_S)
+
+
+def test_after_a_refusal_the_client_sends_its_next_at_once():
+    requests = [TraceRequest(0, 400, 9), TraceRequest(0, 4, 2), TraceRequest(0, 5, 2)]
+    config = EngineConfig(preemption="recompute", max_model_len=100)
+    run = simulate(ClosedLoop(requests, 2), config, ONE_S)
+    assert [r.metrics.arrival_s for r in run.requests] == [0, 0, 0]
+    assert run.steps[0].prompts == {"r1": 4, "r2": 5}
+
+
+def test_a_leap_says_how_many_blocks_it_took():
+    config = EngineConfig(preemption="recompute", block_size=4, num_blocks=100)
+    run = simulate([TraceRequest(0, 4, 41)], config, ONE_S)
+    spans = [(s.num_steps, s.num_used_blocks, s.num_grown_blocks) for s in run.steps]
+    assert spans == [(1, 1, 0), (1, 2, 0), (39, 11, 9)]
 
 
 def test_shared_prefixes_are_found():
