@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from pdlab.requirements import require_int, shown
 from pdlab.workbench.latency_data import provenance_line
+from pdlab.workload.levels import span_of_run
 from pdlab.workload.report import MIXES, summarize
 from pdlab.workload.serving import SLO, ServedRequest, ServingRun, StepSpan
 
@@ -63,7 +64,7 @@ def lives(run: ServingRun, requests: Iterable[ServedRequest] = ()) -> dict[str, 
                 found[name].work("prefill", step, index, 0)  # its sibling computed its prompt
     for request in chosen:
         if request.finish_reason is None and not request.error:
-            found[request.request_id].idle(run.duration_s, len(run.steps))
+            found[request.request_id].idle(span_of_run(run)[1], len(run.steps))
     return {name: life.spans for name, life in found.items()}
 
 
@@ -138,7 +139,7 @@ def gantt_data(
     all_spans = lives(run, requests) if requests else {}
     spans = [_joined_decodes(all_spans[r.request_id]) for r in requests]
     start_s = min((r.metrics.arrival_s for r in requests), default=0.0)
-    end_s = max((s[-1].end_s for s in spans if s), default=run.duration_s)
+    end_s = max((s[-1].end_s for s in spans if s), default=span_of_run(run)[1])
     steps = [s for s in run.steps if s.end_s >= start_s and s.start_s <= end_s]
     spans, joined_s = _thinned(spans, end_s - start_s, max_segments)
     packed_steps, joined_steps_s = _packed_steps(steps, end_s - start_s, max_segments)
@@ -288,7 +289,9 @@ def _packed(group: Sequence[StepSpan]) -> dict[str, Any]:
         "running": group[-1].num_running,
         "blocks": group[-1].num_used_blocks,
     }
+    grows = any(s.num_grown_blocks for s in group)
     optional = {
+        "blocks_before": group[0].num_used_blocks - group[0].num_grown_blocks if grows else 0,
         "steps": count if count > 1 else 0,
         "parts": len(group) if len(group) > 1 else 0,
         "held": held[:MAX_HELD],

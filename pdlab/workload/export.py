@@ -167,7 +167,7 @@ def _gauges(summary: Summary) -> Iterable[_Family]:
     yield _Family(
         "run_duration_seconds",
         "gauge",
-        "From the beginning to the end of the last step.",
+        "From the first arrival to the end of the last step.",
         [("", {}, summary.duration_s)],
     )
     if summary.slo is None or summary.goodput_per_s is None or summary.attainment is None:

@@ -3,7 +3,11 @@
 Percentiles interpolate linearly between neighbours in the sorted samples (numpy's default; type 7
 of Hyndman and Fan 1996).
 
-Means over time are those of `pdlab.workload.levels`.
+Each latency is of those requests that got so far: whoever was refused, or aborted before, is in no
+percentile, so that beside many of them good percentiles say little. Attainment counts all.
+
+Rates and means over time run from the first arrival to the end of the last step; see
+`pdlab.workload.levels`.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from pdlab.requirements import require_int
-from pdlab.workload.levels import Floats, Level, Signals, per
+from pdlab.workload.levels import Floats, Level, Signals, per, span_of_run
 from pdlab.workload.serving import SLO, ServedRequest, ServingRun, StepSpan
 
 FINISHED = ("stop", "length")
@@ -65,10 +69,15 @@ class Summary:
     num_finished: int
     num_refused: int
     num_aborted: int
+    num_aborted_waiting: int
+    """Of the aborted: before any step computed a token of theirs. No latency knows them, nor does
+    `queue_depth`."""
     duration_s: float
+    """From the first arrival to the end of the last step."""
     queue_s: Distribution
-    """Arrival to the first step that computed any of its tokens."""
+    """Arrival to the first step that computed any of its tokens; of those that got there."""
     ttft_s: Distribution
+    """Of those that have a token, whether or not they finished."""
     itl_s: Distribution
     """All gaps between tokens, of all requests."""
     tpot_s: Distribution
@@ -85,6 +94,7 @@ class Summary:
     attainment: float | None
     """Share of all requests that do, the refused and aborted being among all."""
     queue_depth: Level
+    """Without those aborted while waiting."""
     batch_size: Level
     """Sequences computed in a step."""
     running: Level
@@ -130,10 +140,12 @@ def summarize(run: ServingRun, slo: SLO | None = None) -> Summary:
     Raises:
         ValueError: a limit of the SLO is no time.
     """
-    requests, duration_s = run.requests, run.duration_s
+    requests, span_s = run.requests, span_of_run(run)
+    duration_s = span_s[1] - span_s[0]
     metrics = [r.metrics for r in requests]
     begun = [m for m in metrics if m.token_times_s]
     finished = [r for r in requests if r.finish_reason in FINISHED]
+    aborted = [r.metrics for r in requests if r.finish_reason == "abort"]
     good = None if slo is None else _num_good(requests, slo.checked())
     signals = Signals.of(run)
     num_prompt_tokens = sum(m.num_prompt_tokens for m in begun)
@@ -149,7 +161,8 @@ def summarize(run: ServingRun, slo: SLO | None = None) -> Summary:
         num_requests=len(requests),
         num_finished=len(finished),
         num_refused=sum(r.finish_reason == "error" for r in requests),
-        num_aborted=sum(r.finish_reason == "abort" for r in requests),
+        num_aborted=len(aborted),
+        num_aborted_waiting=sum(m.first_scheduled_s is None for m in aborted),
         duration_s=duration_s,
         **latencies(requests),
         requests_per_s=rate(len(finished)),
@@ -157,13 +170,13 @@ def summarize(run: ServingRun, slo: SLO | None = None) -> Summary:
         prompt_tokens_per_s=rate(num_prompt_tokens),
         goodput_per_s=None if good is None else rate(good),
         attainment=None if good is None or not requests else good / len(requests),
-        queue_depth=signals.queue.over(duration_s),
-        batch_size=signals.batch.over(duration_s),
-        running=signals.running.over(duration_s),
-        step_tokens=signals.tokens.over(duration_s),
-        kv_occupancy=signals.blocks.over(duration_s, run.num_blocks),
+        queue_depth=signals.queue.over(span_s),
+        batch_size=signals.batch.over(span_s),
+        running=signals.running.over(span_s),
+        step_tokens=signals.tokens.over(span_s),
+        kv_occupancy=signals.blocks.over(span_s, run.num_blocks),
         steps=_shares(run.steps),
-        idle_s=max(0.0, duration_s - sum(step.wall_s for step in run.steps)),
+        idle_s=max(0.0, duration_s - _stepping_s(run.steps, span_s[0])),
         num_preemptions=sum(m.num_preemptions for m in metrics),
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=sum(m.num_cached_tokens for m in begun),
@@ -203,11 +216,13 @@ def attainment_by(run: ServingRun, ttfts_s: ArrayLike, tpot_s: float) -> Floats:
 def over_time(run: ServingRun, num_bins: int = 100) -> OverTime:
     """Means over each of `num_bins` equal spans of the run, for charts.
 
+    The spans begin at the first arrival, `run.start_s`.
+
     Raises:
         ValueError: `num_bins` is no number from 1 to `MOST_BINS`.
     """
     require_int("num_bins", num_bins, 1, MOST_BINS)
-    edges_s = np.linspace(0, run.duration_s, num_bins + 1)
+    edges_s = np.linspace(*span_of_run(run), num_bins + 1)
     signals = Signals.of(run)
     times = list(chain.from_iterable(r.metrics.token_times_s for r in run.requests))
     tokens = np.histogram(times, edges_s)[0] if run.duration_s else np.zeros(num_bins)
@@ -226,6 +241,11 @@ def _num_good(requests: Iterable[ServedRequest], slo: SLO) -> int:
 
 def _known(values: Iterable[float | None]) -> Floats:
     return np.array([value for value in values if value is not None], dtype=float)
+
+
+def _stepping_s(steps: Iterable[StepSpan], start_s: float) -> float:
+    """Time in steps since `start_s`; others may have used the engine before the first arrival."""
+    return sum(min(step.wall_s, max(0.0, step.end_s - start_s)) for step in steps)
 
 
 def _shares(steps: Sequence[StepSpan]) -> dict[str, StepShare]:

@@ -7,6 +7,8 @@ import json
 import numpy as np
 import pytest
 
+from pdlab import EngineConfig
+from pdlab.costmodel.step_times import LinearStepTimes
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.workload.report import (
     MOST_BINS,
@@ -17,6 +19,8 @@ from pdlab.workload.report import (
     summarize,
 )
 from pdlab.workload.serving import SLO, ServedRequest, ServingRun, StepSpan
+from pdlab.workload.simulation import simulate
+from pdlab.workload.traces import TraceRequest
 
 
 def request(
@@ -103,6 +107,74 @@ def test_levels_computed_by_hand() -> None:
     assert found.idle_s == 3
 
 
+def test_blocks_of_a_span_of_many_steps_are_taken_in_its_course() -> None:
+    """From 2 to 8 blocks in 4 s, then a pause of 1 s in which they stay, then 8 for 1 s."""
+    steps = [
+        span(0, 4, "a", blocks=8, num_steps=40, num_grown_blocks=6),
+        span(5, 1, "a", blocks=8),
+    ]
+    run = run_of([request("a", 0, 0, (4, 6))], steps)
+    assert summarize(run).kv_occupancy == pytest.approx((0.1 * (5 * 4 + 8 * 2) / 6, 0.8))
+    assert over_time(run, 6).kv_occupancy.tolist() == pytest.approx(
+        [0.275, 0.425, 0.575, 0.725, 0.8, 0.8]
+    )
+    assert over_time(run, 12).kv_occupancy.mean() == pytest.approx(summarize(run).kv_occupancy.mean)
+
+
+def test_a_span_without_length_grows_not() -> None:
+    steps = [span(0, 0, "a", blocks=8, num_grown_blocks=6), span(0, 2, "a", blocks=4)]
+    found = summarize(run_of([request("a", 0, 0, (2,))], steps))
+    assert found.kv_occupancy.mean == pytest.approx(0.4)
+
+
+def test_leaps_change_no_occupancy() -> None:
+    """Simulated step by step, and with equal steps in one go."""
+    asked = [TraceRequest(3 + 2 * i, 16 + i, 400 + 250 * i) for i in range(4)]
+    times = LinearStepTimes("round numbers", 0.01, 0, 0, 0.001, 0, 0.002, 0, 0)
+    config = EngineConfig(num_blocks=200)
+    leaping, single = (simulate(asked, config, times, leaps=leaps) for leaps in (True, False))
+    assert len(leaping.steps) < len(single.steps) / 10
+    a_block = 4 / 200  # one of each request
+    ours, theirs = summarize(leaping), summarize(single)
+    assert ours.kv_occupancy.mean == pytest.approx(theirs.kv_occupancy.mean, abs=a_block)
+    assert ours.kv_occupancy.max == theirs.kv_occupancy.max
+    occupancies = [over_time(run, 10).kv_occupancy for run in (leaping, single)]
+    assert occupancies[0] == pytest.approx(occupancies[1], abs=a_block)
+    for name in ("queue_depth", "batch_size", "running", "step_tokens"):
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name))
+
+
+def test_time_begins_at_the_first_arrival() -> None:
+    """The same run an hour later, as a trace that does not begin at 0 would have it."""
+    early, late = tiny_run(), tiny_run()
+    for served in late.requests:
+        m = served.metrics
+        m.arrival_s += 3600
+        m.first_scheduled_s = None if m.first_scheduled_s is None else m.first_scheduled_s + 3600
+        m.token_times_s = [time_s + 3600 for time_s in m.token_times_s]
+    for step in late.steps:
+        step.start_s += 3600
+    assert summarize(late, SLO(2, 1.5)).to_dict() == summarize(early, SLO(2, 1.5)).to_dict()
+    ours, theirs = over_time(late, 5), over_time(early, 5)
+    assert ours.edges_s.tolist() == [3600 + edge_s for edge_s in theirs.edges_s]
+    for name in ("queue_depth", "batch_size", "kv_occupancy", "output_tokens_per_s"):
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name))
+
+
+def test_steps_before_the_first_arrival_do_not_count() -> None:
+    """Somebody else's request, computed from 0 to 3; ours comes at 2."""
+    steps = [span(0, 3, "other", blocks=5), span(3, 1, prompts={"a": 8}, blocks=1)]
+    found = summarize(run_of([request("a", 2, 3, (4,))], steps))
+    assert (found.duration_s, found.idle_s) == (2, 0)
+    assert found.kv_occupancy.mean == pytest.approx(0.3)
+    assert found.queue_depth.mean == 0.5
+
+
+def test_somebody_elses_preemption_is_not_our_queue() -> None:
+    steps = [span(0, 1, "a", preempted=["other"]), span(1, 1, "a")]
+    assert summarize(run_of([request("a", 0, 0, (1, 2))], steps)).queue_depth == (0, 0)
+
+
 def test_the_mean_queue_depth_obeys_littles_law() -> None:
     run = tiny_run()
     found, waits = summarize(run), latency_samples(run.requests)["queue_s"]
@@ -140,6 +212,12 @@ def test_who_still_waits_at_the_end_waits_until_then_and_meets_no_slo() -> None:
     found = summarize(run_of(requests, steps), SLO(9, 9))
     assert found.queue_depth == (0.75, 1)
     assert (found.num_finished, found.num_aborted, found.attainment) == (1, 1, pytest.approx(1 / 3))
+    assert found.num_aborted_waiting == 1
+
+
+def test_who_was_aborted_after_a_step_did_not_give_up_waiting() -> None:
+    found = summarize(run_of([request("a", 0, 0, reason="abort")], [span(0, 1, prompts={"a": 8})]))
+    assert (found.num_aborted, found.num_aborted_waiting) == (1, 0)
 
 
 def test_percentiles_are_numpys() -> None:

@@ -274,7 +274,7 @@ class Gantt {
     const held = (s.held ?? []).map(([id, n]) => `${id}: ${n} prompt tokens`);
     const mean = s.parts ? ", mean of a step" : "";
     return [count, `${s.decodes} decodes + ${s.prompt} prompt tokens${mean}`, ...held, s.more ? `and ${s.more} prompts more` : null,
-      s.preempted ? `preempted: ${s.preempted.join(", ")}` : null, `${s.running} hold KV (${s.blocks} of ${this.run.num_blocks} blocks), ${s.waiting} wait`].filter(Boolean);
+      s.preempted ? `preempted: ${s.preempted.join(", ")}` : null, `${s.running} hold KV (${s.blocks_before ? `${s.blocks_before} to ` : ""}${s.blocks} of ${this.run.num_blocks} blocks), ${s.waiting} wait`].filter(Boolean);
   }
 
   // ---- drawing ----------------------------------------------------------------------------
