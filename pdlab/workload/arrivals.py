@@ -16,7 +16,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Protocol
 
-from pdlab.requirements import require_int, require_number
+from pdlab.requirements import require_int, require_number, shown
 from pdlab.workload.traces import TraceRequest
 
 LARGEST_S = 1e9
@@ -55,7 +55,8 @@ class OpenLoop(Arrivals):
         requests: in any order; those of one moment keep theirs.
 
     Raises:
-        ValueError: there is no request, or an arrival is no time from 0 to `LARGEST_S`.
+        ValueError: there is no request, one is no TraceRequest, or an arrival is no time from 0 to
+            `LARGEST_S`.
     """
 
     def __init__(self, requests: Sequence[TraceRequest]):
@@ -95,7 +96,7 @@ class ClosedLoop(Arrivals):
         think_s: from the end of an answer to the same client's next request.
 
     Raises:
-        ValueError: there is no request, or a number is out of range.
+        ValueError: there is no request, one is no TraceRequest, or a number is out of range.
     """
 
     def __init__(self, requests: Sequence[TraceRequest], num_clients: int, think_s: float = 0.0):
@@ -139,3 +140,6 @@ class ClosedLoop(Arrivals):
 def _require_some(requests: Sequence[TraceRequest]) -> None:
     if not requests:
         raise ValueError("requests is empty: at least 1 is needed")
+    for number, request in enumerate(requests):
+        if not isinstance(request, TraceRequest):
+            raise ValueError(f"requests[{number}]={shown(request)} must be a TraceRequest")

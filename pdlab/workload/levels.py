@@ -3,8 +3,8 @@
 Means over time run from the first arrival to the end of the last step. Between steps nothing is
 computed, so batch size and tokens are 0 there. Who was admitted stays so, and holds his blocks,
 through a pause between two steps of his; when all are done, nobody does. Where several steps are
-told as one, the blocks that they took are counted as taken evenly, and the mean is right to a
-block.
+told as one, the blocks that they took are counted as taken evenly over its time: right to a block
+where its steps take equally long, and a few percent too low where the last takes twice the first.
 
 The queue is reckoned from the requests and not from the steps, as a request may come in the middle
 of one: it waits from its arrival, and again after each preemption, until a step computes any of its

@@ -3,6 +3,11 @@
 A trace tells lengths and shared prefixes, no text, so the prompts are random tokens: what is
 measured is time, and a model's speed does not depend on what it reads. Outputs have the length of
 the trace, as no end-of-sequence token ends them.
+
+Others may use the engine meanwhile, from `on_step` or from another thread. Their requests are left
+alone and are none of the run's. What they have in a step counts as part of that step (its batch,
+tokens and blocks), as the step took its time for them too; steps that they make themselves, with
+`engine.step` or `generate`, are missing in the run.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from pdlab.engine import Engine, RequestMetrics, SamplingParams
 from pdlab.engine.interrupts import undisturbed
 from pdlab.kvcache import blocks_for
 from pdlab.models import Model
-from pdlab.requirements import LARGEST_SEED, require_int
+from pdlab.requirements import LARGEST_INT, LARGEST_SEED, require_int
 from pdlab.trace import StepRecord
 from pdlab.workload.arrivals import Arrivals, OpenLoop
 from pdlab.workload.serving import ServedRequest, ServingRun, StepSpan, span_of
@@ -27,6 +32,18 @@ from pdlab.workload.traces import TraceRequest
 LONGEST_PAUSE_S = 0.05
 """Between two looks at the clock while nothing runs."""
 WARM_UP_TOKENS = 32
+
+
+class ReplayInterrupted(KeyboardInterrupt):
+    """Ctrl-C during a replay.
+
+    Attributes:
+        run: what was served until then. Whoever was unfinished ends with reason `abort`.
+    """
+
+    def __init__(self, run: ServingRun):
+        super().__init__()
+        self.run = run
 
 
 class Progress(NamedTuple):
@@ -39,7 +56,7 @@ class Progress(NamedTuple):
     num_arrived: int
     """Since the replay began, refused ones too."""
     num_tokens: int
-    """Output tokens of the step."""
+    """Output tokens of the step, for requests of the replay."""
     ended: list[ServedRequest]
     """Finished or refused since then."""
 
@@ -56,13 +73,14 @@ def replay(
     """Submit each request when it is due, and step until all have ended.
 
     A request that comes during a step is submitted after it, and counts from when it came. One that
-    the engine refuses ends with reason `error` and stops no other. Ctrl-C aborts the replay's
-    requests and is raised again; the engine and its trace stay good.
+    is impossible, or that the engine refuses, ends with reason `error` and stops no other. Ctrl-C
+    aborts the replay's requests and is raised again, as ReplayInterrupted with what was served; the
+    engine and its trace stay good.
 
     Args:
         engine: with nothing to do, on a KV memory of its own. What it did before is no part of the
             run; its trace, if it records one, has both.
-        arrivals: requests alone come in an open loop.
+        arrivals: requests alone come in an open loop. It is used up by the run.
         vocab_size: prompts are made of token ids below it; None for all the model has.
         on_step: called after each step, and now and then while nothing runs. Its time counts.
         seed: of the prompts. Equal prefix ids of the trace give equal tokens.
@@ -70,15 +88,18 @@ def replay(
             are slower.
 
     Raises:
-        ValueError: the engine is at work or shares its memory, or a number is out of range.
+        ValueError: the engine is at work or shares its memory, no request is left, or a number is
+            out of range.
     """
     _require_alone(engine)
     if isinstance(arrivals, Sequence):
         arrivals = OpenLoop(arrivals)
+    if arrivals.next_s is None:
+        raise ValueError("arrivals has no request left: each serves one run")
     prompts = Prompts(engine.model, seed, vocab_size)
     if warm_up:
         _warm_up(engine)
-    session = _Session(engine, arrivals, prompts, engine.now_s(), set(engine.requests))
+    session = _Session(engine, arrivals, prompts, engine.now_s())
     try:
         while not session.is_over:
             session.submit_due()
@@ -90,6 +111,9 @@ def replay(
                 session.book(record)
             if on_step:
                 on_step(session.progress(record))
+    except KeyboardInterrupt as interrupt:
+        session.abort()
+        raise ReplayInterrupted(session.run()) from interrupt
     except BaseException:
         session.abort()
         raise
@@ -182,8 +206,6 @@ class _Session:
     arrivals: Arrivals
     prompts: Prompts
     start_s: float
-    earlier: set[str]
-    """Requests that the engine had before."""
     live: dict[str, _Live] = field(default_factory=dict)
     """Submitted and not yet ended, by request id."""
     ended: dict[int, ServedRequest] = field(default_factory=dict)
@@ -192,6 +214,8 @@ class _Session:
     """Ended, and not yet reported."""
     steps: list[StepSpan] = field(default_factory=list)
     num_arrived: int = 0
+    num_tokens: int = 0
+    """Of the last step."""
 
     @property
     def now_s(self) -> float:
@@ -210,42 +234,42 @@ class _Session:
     def submit(self, request: TraceRequest) -> None:
         number = self.num_arrived
         self.num_arrived += 1
-        params = SamplingParams(
-            max_tokens=request.num_output_tokens, temperature=0, ignore_eos=True
-        )
         try:
-            request_id = self.engine.submit(
-                self.prompts.make(request, number),
-                params,
-                priority=request.priority,
-                arrival_s=self.start_s + request.arrival_s,
+            request.checked()
+            params = SamplingParams(
+                max_tokens=request.num_output_tokens, temperature=0, ignore_eos=True
             )
+            prompt_ids = self.prompts.make(request, number)
+            arrival_s = self.start_s + request.arrival_s
+            with undisturbed():
+                request_id = self.engine.submit(
+                    prompt_ids, params, priority=request.priority, arrival_s=arrival_s
+                )
+                self.live[request_id] = _Live(number, request.priority)
         except ValueError as error:
-            times = RequestMetrics(request.arrival_s, num_prompt_tokens=request.num_prompt_tokens)
-            name = f"refused-{number}"
-            refused = ServedRequest(name, times, "error", request.priority, str(error))
-            self.end(number, refused, self.now_s)
-        else:
-            self.live[request_id] = _Live(number, request.priority)
+            self.end(number, _refused(request, number, error), self.now_s)
 
     def book(self, record: StepRecord) -> None:
         span = span_of(record, self.start_s, self.engine.config.num_blocks)
         self.steps.append(span)
-        for sequence in record.sequences:
+        ours = [s for s in record.sequences if s.sequence_id in self.live]
+        self.num_tokens = sum(sequence.sampled is not None for sequence in ours)
+        for sequence in ours:
             if sequence.finish_reason is not None:
                 self.collect(sequence.sequence_id, span.end_s)
 
     def collect(self, request_id: str, now_s: float) -> None:
         """Take an ended request out of the engine."""
-        output = self.engine.collect(request_id)
-        number, priority = self.live.pop(request_id)
-        times, error = _since(output.metrics, self.start_s), output.error
-        why = "" if error is None else str(error)
-        served = ServedRequest(request_id, times, output.finish_reason, priority, why)
-        self.end(number, served, now_s)
+        with undisturbed():
+            output = self.engine.collect(request_id)
+            number, priority = self.live.pop(request_id)
+            times, error = _since(output.metrics, self.start_s), output.error
+            why = "" if error is None else str(error)
+            served = ServedRequest(request_id, times, output.finish_reason, priority, why)
+            self.end(number, served, now_s)
 
     def collect_aborted(self) -> None:
-        """Those that somebody else ended, which no step tells of."""
+        """Those that somebody else ended, which no step of ours tells of."""
         for request_id in [i for i in self.live if self.engine.requests[i].finished]:
             self.collect(request_id, self.now_s)
 
@@ -263,14 +287,13 @@ class _Session:
         news, self.news = self.news, []
         if record is None:
             return Progress(self.now_s, None, self.num_arrived, 0, news)
-        num_tokens = sum(sequence.sampled is not None for sequence in record.sequences)
-        return Progress(self.now_s, self.steps[-1], self.num_arrived, num_tokens, news)
+        return Progress(self.now_s, self.steps[-1], self.num_arrived, self.num_tokens, news)
 
     def abort(self) -> None:
         with undisturbed():
-            for request_id in set(self.engine.requests) - self.earlier:
+            for request_id in list(self.live):
                 self.engine.abort(request_id)
-                self.engine.collect(request_id)
+                self.collect(request_id, self.now_s)
 
     def run(self) -> ServingRun:
         return ServingRun(
@@ -281,6 +304,16 @@ class _Session:
             steps=self.steps,
             num_blocks=self.engine.config.num_blocks,
         )
+
+
+def _refused(request: TraceRequest, number: int, error: ValueError) -> ServedRequest:
+    """What is known of it; what is no number in range counts as 0."""
+
+    def known(value: object) -> int:
+        return value if isinstance(value, int) and abs(value) <= LARGEST_INT else 0
+
+    times = RequestMetrics(request.arrival_s, num_prompt_tokens=known(request.num_prompt_tokens))
+    return ServedRequest(f"refused-{number}", times, "error", known(request.priority), str(error))
 
 
 def basis_of(engine: Engine) -> str:

@@ -80,14 +80,24 @@ def _scaled(
 
 def _scaled_block(size: int, prompt: float) -> int:
     """Tokens of a prefix block after scaling."""
-    exact = size * prompt
-    if round(exact) < 1 or abs(exact - round(exact)) > 1e-6 * exact:
-        nearest = max(1, round(exact))
+    exact, whole = size * prompt, scaled_block(size, prompt)
+    if not leaves_whole(size, prompt):
         raise ValueError(
             f"prompt={prompt} makes prefix blocks of {exact:g} tokens of those of {size}; it must "
-            f"be a multiple of 1/{size}, such as {nearest}/{size}, unless keep_prefixes=False"
+            f"be a multiple of 1/{size}, such as {whole}/{size}, unless keep_prefixes=False"
         )
-    return round(exact)
+    return whole
+
+
+def scaled_block(size: int, prompt: float) -> int:
+    """Tokens of a prefix block after scaling, to the nearest whole number."""
+    return max(1, round(size * prompt))
+
+
+def leaves_whole(size: int, prompt: float) -> bool:
+    """Whether a factor makes whole tokens of a prefix block."""
+    exact = size * prompt
+    return abs(exact - scaled_block(size, prompt)) <= 1e-6 * exact
 
 
 def offered_load(

@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pdlab.engine.request import MOST_PRIORITY
+from pdlab.requirements import require_int, require_number
 from pdlab.shipped import shipped
 
 AZURE_HEADER = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -63,6 +65,30 @@ class TraceRequest:
     prefix_ids: tuple[int, ...] = ()
     prefix_block_size: int | None = None
     priority: int = 0
+
+    def checked(self) -> TraceRequest:
+        """Itself.
+
+        Raises:
+            ValueError: a field is of another kind or out of range; names it.
+        """
+        require_number("arrival_s", self.arrival_s, 0, LATEST_MS / 1000)
+        require_int("num_prompt_tokens", self.num_prompt_tokens, 1, LONGEST_PROMPT)
+        require_int("num_output_tokens", self.num_output_tokens, 1, LONGEST_OUTPUT)
+        require_int("priority", self.priority, -MOST_PRIORITY, MOST_PRIORITY)
+        size = self.prefix_block_size
+        if size is not None:
+            require_int("prefix_block_size", size, 1)
+        num_ids = 0 if size is None else -(-self.num_prompt_tokens // size)
+        ids = self.prefix_ids
+        if not isinstance(ids, tuple | list) or not all(map(_is_int, ids)):
+            raise ValueError(f"prefix_ids={_short(ids)} must be integers")
+        if len(ids) < num_ids:
+            raise ValueError(
+                f"prefix_ids has {len(ids)} ids, it must have {num_ids}: one for each {size} of "
+                f"{self.num_prompt_tokens} tokens"
+            )
+        return self
 
     @property
     def num_tokens(self) -> int:

@@ -106,16 +106,19 @@ def make_traffic(
         require_int("num_requests", num_requests, 1, MOST_REQUESTS)
     if duration_s is not None:
         require_number("duration_s", duration_s, 0, MOST_REQUESTS / arrivals.rate_rps)
-    gaps, of_prompts, of_outputs = (Random(f"{seed} {name}") for name in ("gap", "in", "out"))
-    times = _times(arrivals, gaps)
+    drawn = _draw(arrivals, prompts, outputs, seed)
     if duration_s is None:
-        times = islice(times, num_requests)
+        drawn = islice(drawn, num_requests)
     else:
-        times = takewhile(lambda time_s: time_s < duration_s, times)
-    return [
-        TraceRequest(time_s, prompts.draw(of_prompts), outputs.draw(of_outputs), priority=priority)
-        for time_s in times
-    ]
+        drawn = takewhile(lambda request: request.arrival_s < duration_s, drawn)
+    return [replace(request, priority=priority) for request in drawn]
+
+
+def _draw(arrivals: Gaps, prompts: Lengths, outputs: Lengths, seed: int) -> Iterator[TraceRequest]:
+    """Requests without end."""
+    gaps, of_prompts, of_outputs = (Random(f"{seed} {name}") for name in ("gap", "in", "out"))
+    for time_s in _times(arrivals, gaps):
+        yield TraceRequest(time_s, prompts.draw(of_prompts), outputs.draw(of_outputs))
 
 
 def _times(arrivals: Gaps, random: Random) -> Iterator[float]:
@@ -177,19 +180,15 @@ class Workload:
             ValueError: a number is out of range.
         """
         rate_rps = self.rate_rps if rate_rps is None else rate_rps
-        require_int("seed", seed, 0)
+        require_int("seed", seed, 0, LARGEST_SEED)
+        require_int("num_requests", num_requests, 1, MOST_REQUESTS)
         Gaps(rate_rps, cv)  # refuses the rate as it was given, not a part of it
-        parts = [
-            make_traffic(
-                Gaps(part.share * rate_rps, cv),
-                part.prompts,
-                part.outputs,
-                num_requests,
-                seed=len(self.parts) * seed + i,
-                priority=part.priority,
-            )
-            for i, part in enumerate(self.parts)
-        ]
+        parts = []
+        for i, part in enumerate(self.parts):
+            seeds = len(self.parts) * seed + i  # no two parts of any two seeds share one
+            drawn = _draw(Gaps(part.share * rate_rps, cv), part.prompts, part.outputs, seeds)
+            chosen = islice(drawn, num_requests)
+            parts.append([replace(request, priority=part.priority) for request in chosen])
         return mix(parts)[:num_requests]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +14,10 @@ import pytest
 
 from pdlab import Engine, EngineConfig, SamplingParams, Trace
 from pdlab.workload.arrivals import ClosedLoop, OpenLoop
-from pdlab.workload.replay import Progress, Prompts, replay
+from pdlab.workload.export import to_json
+from pdlab.workload.replay import Progress, Prompts, ReplayInterrupted, replay
 from pdlab.workload.report import summarize
-from pdlab.workload.serving import ServingRun
+from pdlab.workload.serving import SLO, ServingRun
 from pdlab.workload.traces import TraceRequest
 from tests.helpers import TINY, random_model
 
@@ -71,6 +74,26 @@ def test_its_times_are_those_of_the_trace() -> None:
             assert step.start_s < time_s <= step.end_s
 
 
+def test_its_numbers_are_those_of_the_trace() -> None:
+    """Also where nobody comes at first. A trace's tokens come at the end of their step, which is a
+    little later."""
+    late = [replace(r, arrival_s=r.arrival_s + 0.05) for r in requests(12)]
+    slo = SLO(ttft_s=10, tpot_s=10)
+    with engine_of() as engine:
+        run = serve(engine, late)
+        ours, theirs = summarize(run, slo), summarize(ServingRun.of_trace(engine.trace), slo)
+    assert run.start_s == pytest.approx(0.05)
+    assert ours.num_finished == theirs.num_finished == 12
+    for name in ("duration_s", "idle_s", "goodput_per_s", "requests_per_s", "output_tokens_per_s"):
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name), abs=1e-6)
+    for name in ("queue_depth", "batch_size", "running", "step_tokens", "kv_occupancy"):
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-6)
+    for name in ("ttft_s", "e2e_s"):
+        recording_s = max(step.wall_s for step in run.steps)
+        gap_s = getattr(theirs, name).mean - getattr(ours, name).mean
+        assert 0 <= gap_s < recording_s
+
+
 def test_nothing_is_left_in_the_engine() -> None:
     with engine_of() as engine:
         serve(engine, [*requests(), TOO_LONG])
@@ -120,6 +143,36 @@ def test_a_refused_request_fails_alone() -> None:
     assert refused.metrics.arrival_s == 0.001
     assert [r.finish_reason for r in run.requests] == ["length", "error", "length", "length"]
     assert summarize(run).num_refused == 1
+
+
+IMPOSSIBLE = {
+    "no output": ({"num_output_tokens": 0}, "num_output_tokens=0 must be"),
+    "text": ({"num_prompt_tokens": "many"}, "num_prompt_tokens='many' must be"),
+    "output in words": ({"num_output_tokens": "many"}, "num_output_tokens='many' must be"),
+    "half a token": ({"num_prompt_tokens": 2.5}, "num_prompt_tokens=2.5 must be"),
+    "no prompt": ({"num_prompt_tokens": -1}, "num_prompt_tokens=-1 must be"),
+    "endless": ({"num_prompt_tokens": 10**12}, "num_prompt_tokens has"),
+    "priority": ({"priority": 10**400}, "priority has"),
+    "priority in words": ({"priority": "high"}, "priority='high' must be"),
+    "blocks": ({"prefix_block_size": 0}, "prefix_block_size=0 must be"),
+    "ids": ({"prefix_block_size": 4}, "prefix_ids has 0 ids, it must have 2"),
+    "no ids": ({"prefix_block_size": 4, "prefix_ids": (1, None)}, "prefix_ids=(1, None) must be"),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_impossible_request_fails_alone(name: str) -> None:
+    fields, message = IMPOSSIBLE[name]
+    asked = requests(3)
+    asked.insert(1, replace(TraceRequest(0.0, 8, 2), **fields))  # type: ignore[arg-type]
+    with engine_of() as engine:
+        run = serve(engine, asked)
+        assert not engine.requests
+    refused = run.requests[1]
+    assert message in refused.error
+    assert [r.finish_reason for r in run.requests] == ["length", "error", "length", "length"]
+    assert summarize(run).num_refused == 1
+    json.loads(to_json(run, summarize(run)))
 
 
 def test_a_client_goes_on_after_a_refusal() -> None:
@@ -177,6 +230,20 @@ def test_who_watches_hears_of_everything_once() -> None:
     assert [p.now_s for p in heard] == sorted(p.now_s for p in heard)
 
 
+def test_what_was_served_until_ctrl_c_is_not_lost() -> None:
+    def interrupt(progress: Progress) -> None:
+        if progress.ended:
+            raise KeyboardInterrupt
+
+    asked = [TraceRequest(0, 6, 2), TraceRequest(0, 6, 40), TraceRequest(1e6, 6, 2)]
+    with engine_of() as engine, pytest.raises(ReplayInterrupted) as caught:
+        serve(engine, asked, on_step=interrupt)
+    run = caught.value.run
+    assert [r.finish_reason for r in run.requests] == ["length", "abort"]
+    assert [r.metrics.num_output_tokens for r in run.requests] == [2, 2]
+    assert summarize(run).num_finished == 1
+
+
 @pytest.mark.parametrize("after", [1, 3, 6])
 def test_ctrl_c_leaves_nothing_and_the_engine_goes_on(after: int, tmp_path: Path) -> None:
     heard: list[Progress] = []
@@ -223,6 +290,77 @@ def test_a_request_that_somebody_aborts_ends_so() -> None:
     assert [r.finish_reason for r in run.requests] == ["abort", "length", "length"]
     assert run.requests[0].metrics.num_output_tokens == 1
     assert summarize(run).num_aborted == 1
+
+
+def test_requests_of_others_are_left_alone() -> None:
+    """One that is longer than the replay, one that ends during it, and one of two samples."""
+    others: list[str] = []
+
+    def join_in(progress: Progress) -> None:
+        if not others:
+            for tokens, n in ((100, 1), (3, 1), (3, 2)):
+                params = SamplingParams(max_tokens=tokens, n=n, ignore_eos=True)
+                others.append(engine.submit([1, 2, 3], params))
+
+    heard: list[Progress] = []
+
+    def watch(progress: Progress) -> None:
+        join_in(progress)
+        heard.append(progress)
+
+    asked = [TraceRequest(0, 9, 12) for _ in range(2)]
+    with engine_of() as engine:
+        run = serve(engine, asked, on_step=watch)
+        assert [r.request_id for r in run.requests] == ["r0", "r1"]
+        assert [r.finish_reason for r in run.requests] == ["length", "length"]
+        assert sum(progress.num_tokens for progress in heard) == 24
+        assert max(len(step.decodes) for step in run.steps) > 2  # their work is part of the steps
+        summary = summarize(run)
+        assert (summary.num_requests, summary.num_output_tokens) == (2, 24)
+        assert set(engine.requests) == set(others)
+        assert not engine.requests[others[0]].finished
+        while engine.step():
+            pass
+        lengths = [len(engine.collect(name).token_ids) for name in others]
+        assert lengths == [100, 3, 3]
+
+
+def test_another_thread_may_use_the_engine() -> None:
+    outputs: list[int] = []
+
+    def use() -> None:
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        for _ in range(5):
+            outputs.extend(len(o.token_ids) for o in engine.generate([[1, 2], [3]], params))
+
+    with engine_of() as engine:
+        thread = threading.Thread(target=use)
+
+        def start(progress: Progress) -> None:
+            if thread.ident is None:
+                thread.start()
+
+        run = serve(engine, requests(12), on_step=start)
+        thread.join(timeout=60)
+    assert outputs == [5] * 10
+    assert [r.finish_reason for r in run.requests] == ["length"] * 12
+    assert [r.metrics.num_output_tokens for r in run.requests] == [1 + i % 4 for i in range(12)]
+
+
+def test_ctrl_c_ends_no_request_of_others() -> None:
+    others: list[str] = []
+
+    def interrupt(progress: Progress) -> None:
+        others.append(engine.submit([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True)))
+        raise KeyboardInterrupt
+
+    with engine_of() as engine:
+        with pytest.raises(KeyboardInterrupt):
+            serve(engine, requests(3), on_step=interrupt)
+        assert list(engine.requests) == others
+        while engine.step():
+            pass
+        assert engine.collect(others[0]).finish_reason == "length"
 
 
 def test_priorities_reach_the_scheduler() -> None:
@@ -296,6 +434,23 @@ def test_an_engine_at_work_is_refused() -> None:
         engine.submit([1, 2, 3])
         with pytest.raises(ValueError, match="1 unfinished requests"):
             serve(engine, requests())
+
+
+class NothingLeft(OpenLoop):
+    def __init__(self) -> None:
+        super().__init__(requests(1))
+        self.take_due(1e9)
+
+
+def test_arrivals_that_were_used_up_are_refused() -> None:
+    arrivals = ClosedLoop(requests(3), 2)
+    with engine_of() as engine:
+        assert len(serve(engine, arrivals).requests) == 3
+        for used in (arrivals, NothingLeft()):
+            with pytest.raises(ValueError, match="arrivals has no request left"):
+                serve(engine, used)
+        with pytest.raises(ValueError, match=r"requests\[1\]=7 must be a TraceRequest"):
+            serve(engine, [*requests(1), 7])  # type: ignore[list-item]
 
 
 def test_shared_memory_is_refused() -> None:

@@ -7,10 +7,12 @@ from random import Random
 
 import pytest
 
+from pdlab.requirements import LARGEST_SEED
 from pdlab.workload.lengths import Between, Empirical, Fixed, Lengths, LogNormal
 from pdlab.workload.synthetic import AZURE_CODE, AZURE_CONVERSATION, PERCENTILES, azure_like
 from pdlab.workload.traces import LONGEST_PROMPT, TraceRequest
 from pdlab.workload.traffic import (
+    MOST_REQUESTS,
     WORKLOADS,
     Gaps,
     Workload,
@@ -340,3 +342,12 @@ def test_bad_input_is_refused_by_name_and_limit(name: str) -> None:
     make, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_every_seed_of_an_engine_is_one_of_a_workload() -> None:
+    for workload in WORKLOADS.values():
+        assert workload(3, seed=LARGEST_SEED) != workload(3, seed=LARGEST_SEED - 1)
+        with pytest.raises(ValueError, match="seed"):
+            workload(3, seed=LARGEST_SEED + 1)
+        with pytest.raises(ValueError, match="num_requests"):
+            workload(MOST_REQUESTS + 1)
