@@ -15,12 +15,13 @@ from typer.testing import CliRunner, Result
 from pdlab import Trace
 from pdlab.cli import app
 from pdlab.cli.replay_traffic import ServingReplay, Traffic
-from pdlab.cli.serving_view import LiveView
+from pdlab.cli.serving_view import LiveView, print_summary
 from pdlab.cli.text import seconds
 from pdlab.costmodel import StepShape
 from pdlab.engine import RequestMetrics
 from pdlab.workload.cache_replay import replay_cache
 from pdlab.workload.replay import Progress
+from pdlab.workload.report import summarize
 from pdlab.workload.scaling import scaled
 from pdlab.workload.serving import SLO, ServedRequest, ServingRun, StepSpan
 from pdlab.workload.traces import read_trace, shipped_traces
@@ -194,6 +195,7 @@ def test_clients_and_knobs_reach_the_engine(tmp_path: Path) -> None:
     options = [
         *("--clients=2", "--requests=5", "--batching=static", "--max-num-seqs=3", "--budget=64"),
         *("--chunk-size=16", "--blocks=40", "--block-size=8", "--policy=deadline"),
+        "--max-overtakes=7",
         *("--ttft-slo-ms=500", "--prompt-scale=0.1", f"--json={path}"),
     ]
     result = pdlab("replay", "azure-conv-like", "--model=random:tiny-llama", *options)
@@ -205,6 +207,7 @@ def test_clients_and_knobs_reach_the_engine(tmp_path: Path) -> None:
         "batching": "static",
         "policy": "deadline(ttft_slo_s=0.5)",
         "max_num_seqs": 3,
+        "max_overtakes": 7,
         "max_num_batched_tokens": 64,
         "chunk_size": 16,
         "num_blocks": 40,
@@ -216,7 +219,7 @@ def test_clients_and_knobs_reach_the_engine(tmp_path: Path) -> None:
     assert raw["summary"]["step_tokens"]["max"] <= 32  # two prompts in chunks of 16
 
 
-def test_ctrl_c_saves_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_saves_what_was_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard = []
 
     def update(self: LiveView, progress: Progress) -> None:
@@ -225,11 +228,20 @@ def test_ctrl_c_saves_the_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             raise KeyboardInterrupt
 
     monkeypatch.setattr(LiveView, "update", update)
-    path = tmp_path / "run.json.gz"
-    result = pdlab("replay", *QUICK, f"--save={path}")
+    paths = {name: tmp_path / name for name in ("save", "json", "prometheus")}
+    result = pdlab("replay", *QUICK, *(f"--{name}={path}" for name, path in paths.items()))
     assert result.exit_code == 130
     assert result.stderr == "pdlab: interrupted\n"
-    assert len(Trace.load(path).steps) == sum(progress.step is not None for progress in heard)
+    steps = sum(progress.step is not None for progress in heard)
+    assert len(Trace.load(paths["save"]).steps) == steps
+    assert "interrupted: only what was served until then" in result.stdout
+    assert re.search(r"of those that got there; \d+ aborted", result.stdout)
+    raw = json.loads(paths["json"].read_text())
+    assert raw["interrupted"] is True
+    assert sum(s["num_steps"] for s in raw["summary"]["steps"].values()) == steps
+    assert raw["summary"]["num_aborted"] > 0
+    _, samples = parse(paths["prometheus"].read_text())
+    assert values(samples, "run_interrupted") == {None: 1}
 
 
 def test_a_trace_is_trimmed_for_a_laptop_unless_told_otherwise() -> None:
@@ -290,7 +302,13 @@ def test_published_hardware_needs_no_model(monkeypatch: pytest.MonkeyPatch, tmp_
     assert result.exit_code == 0, result.stderr
     assert re.search(r"^simulated; step times: published: OPT-13B on 1 x A100", result.stdout, re.M)
     assert "100 of 800 requests\n" in result.stdout  # neither trimmed nor scaled
-    assert json.loads(path.read_text())["config"]["num_blocks"] == 4134
+    config = json.loads(path.read_text())["config"]
+    assert (config["num_blocks"], config["max_num_seqs"]) == (4134, 256)
+    assert "at most 256 sequences (a server's; --max-num-seqs says otherwise)" in result.stdout
+    asked = pdlab("replay", "azure-conv-like", "--simulate", *options, "--max-num-seqs=32")
+    assert "at most 32 sequences and" in asked.stdout
+    small = pdlab("replay", "azure-conv-like", "--simulate", *options, "--budget=100")
+    assert "at most 100 sequences (" in small.stdout
 
 
 # --- the live table ------------------------------------------------------------------------------
@@ -329,6 +347,31 @@ def test_only_a_terminal_is_drawn_on(terminal: bool) -> None:
     assert len(view.rows) == (12 if terminal else 0)  # a long replay does not scroll away
 
 
+def test_a_summary_says_who_is_missing_in_it() -> None:
+    """One finished, one was refused, two were aborted, of whom one while it waited."""
+    requests = [
+        ServedRequest("a", RequestMetrics(0, 0, [1.0]), "length"),
+        ServedRequest("b", RequestMetrics(0, 0), "abort"),
+        ServedRequest("c", RequestMetrics(0), "abort"),
+        ServedRequest("d", RequestMetrics(0), "error", error="too long"),
+    ]
+    steps = [StepSpan(0, 1, [], {"a": 5, "b": 5}, 1, 2, 3)]
+    whole = ServingRun("measured", "a test", {}, requests, steps, 10)
+    assert "of those that got there; 1 refused and 2 aborted" in summary_of(whole)
+    assert re.search(
+        r"^queue .* requests waiting, without 1 aborted there$", summary_of(whole), re.M
+    )
+    served = ServingRun("measured", "a test", {}, requests[:1], steps, 10)
+    assert "got there" not in summary_of(served)
+    assert "aborted" not in summary_of(served)
+
+
+def summary_of(run: ServingRun) -> str:
+    file = io.StringIO()
+    print_summary(Console(file=file, width=150), run, summarize(run))
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
 # --- refusals ------------------------------------------------------------------------------------
 
 AT_ODDS = {
@@ -348,7 +391,15 @@ AT_ODDS = {
     "policy": (["--policy=best"], "policy='best' must be one of fcfs"),
     "budget": (["--budget=8"], "max_num_batched_tokens=8 is less than max_num_seqs=32"),
     "rate 0": (["--rate=0"], "rate=0"),
-    "prompts": (["--prompt-scale=-1"], "prompt=-1"),
+    "prompts": (["--prompt-scale=-1"], "prompt_scale=-1"),
+    "seed": (
+        [f"--seed={2**64}"],
+        "seed has 17 hex digits, it must be from 0 to 18446744073709551615",
+    ),
+    "requests": (["--requests=100000000"], "--requests=100000000 must be at most 10,000,000"),
+    "overtakes": (["--max-overtakes=9999999999999999"], "max_overtakes has 14 hex digits"),
+    "one file": (["--json=x", "--prometheus=./x"], "prometheus='x' is also --json: each needs"),
+    "one file more": (["--save=x", "--json=x"], "json='x' is also --save"),
     "slo": (["--ttft-slo-ms=-1"], "ttft_slo_ms=-1"),
     "nan": (["--tpot-slo-ms=nan"], "tpot_slo_ms=nan"),
     "thoughts": (["--clients=1", "--think-s=-1"], "think_s=-1"),
@@ -369,6 +420,36 @@ def test_what_cannot_be_is_refused_before_a_model_is_loaded(
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert len(result.stderr) < 500
+
+
+def test_the_trace_itself_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,5,2\n"
+    path.write_text(text)
+    result = pdlab("replay", str(path), f"--json={path}")
+    assert result.exit_code == 2
+    assert "is also the trace that is replayed" in result.stderr
+    assert path.read_text() == text
+
+
+def test_a_workload_may_be_long_but_not_endless() -> None:
+    result = pdlab("replay", "mixed", "--requests=100000000")
+    assert result.exit_code == 2
+    assert result.stderr == "pdlab: --requests=100000000 must be at most 10,000,000\n"
+
+
+def test_a_scale_that_cuts_blocks_names_one_that_does_not() -> None:
+    def ask(scale: str) -> Result:
+        options = ("--simulate", "--hardware=a100-opt-13b", "--requests=3")
+        return pdlab("replay", "mooncake-conv-like", *options, f"--prompt-scale={scale}")
+
+    result = ask("0.03")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("pdlab: --prompt-scale=0.03: blocks of 512 tokens")
+    assert "keep_prefixes" not in result.stderr
+    nearest = result.stderr.split()[-1]
+    assert nearest == repr(15 / 512)
+    assert ask(nearest).exit_code == 0
 
 
 def test_an_unknown_trace_lists_the_workloads_too() -> None:

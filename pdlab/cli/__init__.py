@@ -177,7 +177,16 @@ def replay(
     policy: Annotated[
         str, typer.Option(help="fcfs, sjf, priority, deadline or longest_prefix.")
     ] = "fcfs",
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.", min=1)] = 32,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(help="Sequences that run at once: 32; with --hardware 256.", min=1),
+    ] = None,
+    max_overtakes: Annotated[
+        int | None,
+        typer.Option(
+            help="Later requests that may be admitted before one that waits: 1000.", min=0
+        ),
+    ] = None,
     budget: Annotated[int, typer.Option(help="Most tokens of a step.", min=1)] = 2048,
     chunk_size: Annotated[
         int | None, typer.Option(help="Most prompt tokens of one sequence a step.", min=1)
@@ -256,6 +265,7 @@ def replay(
                 batching=batching,
                 policy=policy,
                 max_num_seqs=max_num_seqs,
+                max_overtakes=max_overtakes,
                 budget=budget,
                 chunk_size=chunk_size,
                 blocks=blocks,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from os.path import isfile
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,13 +22,15 @@ from pdlab.engine.policies import Deadline
 from pdlab.models import Model, load
 from pdlab.requirements import require_choice
 from pdlab.workload.export import to_json, to_prometheus
-from pdlab.workload.replay import replay
+from pdlab.workload.replay import ReplayInterrupted, replay
 from pdlab.workload.report import summarize
 from pdlab.workload.serving import SLO, ServingRun
 from pdlab.workload.simulation import simulate
 from pdlab.workload.step_calibration import measured_step_times
 from pdlab.workload.traces import TraceRequest
 
+SERVER_SEQS = 256
+"""Sequences at once of a server with a GPU of its own: vLLM's default for years."""
 CACHE_ONLY = ("kv_format", "step_ms", "baselines")
 """Options of `--cache-only` alone."""
 BOTH = ("trace", "cache_only", "blocks", "block_size", "model", "requests")
@@ -73,8 +77,7 @@ def replay_serving(asked: ServingReplay) -> None:
         ValueError: no such workload, or a parameter out of range; nothing was loaded yet if that
             could be told.
     """
-    for name in ("save", "json", "prometheus"):
-        check_save(getattr(asked, name), name)
+    _check_files(asked)
     slo, machine = asked.slo, _machine(asked)
     config = _config(asked, {} if machine is None else machine.engine)
     traffic = Traffic.of(asked)
@@ -89,8 +92,26 @@ def replay_serving(asked: ServingReplay) -> None:
         times = machine.step_times if machine else _step_times(console, model, config)
         run = simulate(traffic.arrivals(asked), config, times, max_model_len=limit)
     else:
-        run = _measure(console, asked, model, config, traffic)
+        try:
+            run = _measure(console, asked, model, config, traffic)
+        except ReplayInterrupted as interrupt:
+            _finish(console, asked, interrupt.run, slo, interrupted=True)
+            raise
     _finish(console, asked, run, slo)
+
+
+def _check_files(asked: ServingReplay) -> None:
+    """Raise a ValueError where a result could not be written, or would overwrite another."""
+    taken: dict[Path, str] = {}
+    if isfile(asked.trace):
+        taken[Path(asked.trace).resolve()] = "the trace that is replayed"
+    for name in ("save", "json", "prometheus"):
+        path: Path | None = getattr(asked, name)
+        check_save(path, name)
+        if path is not None:
+            other = taken.setdefault(path.resolve(), f"--{name}")
+            if other != f"--{name}":
+                raise ValueError(f"{name}={str(path)!r} is also {other}: each needs its own file")
 
 
 def _machine(asked: ServingReplay) -> PublishedMachine | None:
@@ -122,14 +143,23 @@ def _measure(
                 console.print(f"trace: {escape(str(asked.save))}", soft_wrap=True)
 
 
-def _finish(console: Console, asked: ServingReplay, run: ServingRun, slo: SLO) -> None:
+def _finish(
+    console: Console,
+    asked: ServingReplay,
+    run: ServingRun,
+    slo: SLO,
+    *,
+    interrupted: bool = False,
+) -> None:
     """Tables, and files."""
     summary = summarize(run, slo)
-    print_summary(console, run, summary)
+    print_summary(console, run, summary, interrupted=interrupted)
     if asked.json:
-        asked.json.write_text(to_json(run, summary), encoding="utf-8")
+        text = to_json(run, summary, interrupted=interrupted)
+        asked.json.write_text(text, encoding="utf-8")
     if asked.prometheus:
-        text = to_prometheus(run, summary, model_name=asked.hardware or asked.model)
+        model_name = asked.hardware or asked.model
+        text = to_prometheus(run, summary, model_name=model_name, interrupted=interrupted)
         asked.prometheus.write_text(text, encoding="utf-8")
     for name in ("json", "prometheus"):
         if path := getattr(asked, name):
@@ -146,13 +176,16 @@ def _config(asked: ServingReplay, knobs: Mapping[str, Any]) -> EngineConfig:
         knobs: of the machine that is simulated, where nothing else was asked for.
     """
     deadline = Deadline(asked.slo.ttft_s) if asked.policy == "deadline" else None
+    chosen = {"max_num_seqs": asked.max_num_seqs, "max_overtakes": asked.max_overtakes}
+    if asked.hardware is not None and asked.max_num_seqs is None:
+        chosen["max_num_seqs"] = min(SERVER_SEQS, asked.budget)
     config = EngineConfig(
         batching=asked.batching,
         policy=deadline or asked.policy,
-        max_num_seqs=asked.max_num_seqs,
         max_num_batched_tokens=asked.budget,
         chunk_size=asked.chunk_size,
         record_trace=asked.save is not None,
+        **{name: value for name, value in chosen.items() if value is not None},
         **knobs,
     )
     if asked.blocks is not None:
@@ -189,11 +222,13 @@ def _introduction(asked: ServingReplay, traffic: Traffic, config: EngineConfig) 
         longest = max(r.num_tokens for r in requests)
         cut = counted(traffic.num_cut, "request")
         lines.append(f"          {cut} cut to {longest:,} tokens: no more fit")
+    seqs = " (a server's; --max-num-seqs says otherwise)"
+    server = seqs if asked.hardware is not None and asked.max_num_seqs is None else ""
     chunk = "" if config.chunk_size is None else f" (of one prompt {config.chunk_size:,})"
     lines += [
         f"[bold]engine[/]    {config.batching}, {escape(config.to_dict()['policy'])}; at most "
-        f"{config.max_num_seqs:,} sequences and {config.max_num_batched_tokens:,} tokens{chunk} a "
-        f"step; {config.num_blocks:,} KV blocks of {config.block_size} tokens",
+        f"{config.max_num_seqs:,} sequences{server} and {config.max_num_batched_tokens:,} "
+        f"tokens{chunk} a step; {config.num_blocks:,} KV blocks of {config.block_size} tokens",
         f"[bold]SLO[/]       TTFT {seconds(asked.slo.ttft_s)}, TPOT {seconds(asked.slo.tpot_s)}",
         "",
     ]

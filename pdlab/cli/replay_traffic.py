@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pdlab.requirements import require_number
+from pdlab.requirements import LARGEST_SEED, require_int, require_number, shown
 from pdlab.workload.arrivals import Arrivals, ClosedLoop, OpenLoop
-from pdlab.workload.scaling import FACTORS, scaled
+from pdlab.workload.scaling import FACTORS, leaves_whole, scaled, scaled_block
 from pdlab.workload.serving import SLO
 from pdlab.workload.traces import TraceRequest, find_trace, read_trace
-from pdlab.workload.traffic import WORKLOADS
+from pdlab.workload.traffic import MOST_REQUESTS, WORKLOADS
 
 NUM_REQUESTS = 40
 MEAN_PROMPT = 300
@@ -35,7 +35,8 @@ class ServingReplay:
     think_s: float = 0.0
     batching: str = "mixed"
     policy: str = "fcfs"
-    max_num_seqs: int = 32
+    max_num_seqs: int | None = None
+    max_overtakes: int | None = None
     budget: int = 2048
     chunk_size: int | None = None
     blocks: str | None = None
@@ -50,6 +51,21 @@ class ServingReplay:
     save: Path | None = None
     json: Path | None = None
     prometheus: Path | None = None
+
+    def check_traffic(self) -> None:
+        """Refuse what no workload can be.
+
+        Raises:
+            ValueError: names the option and its limits.
+        """
+        if self.num_requests is not None and self.num_requests > MOST_REQUESTS:
+            raise ValueError(
+                f"--requests={shown(self.num_requests)} must be at most {MOST_REQUESTS:,}"
+            )
+        require_int("seed", self.seed, 0, LARGEST_SEED)
+        for name in ("rate", "prompt_scale", "output_scale"):
+            if getattr(self, name) is not None:
+                require_number(name, getattr(self, name), *FACTORS)
 
     @property
     def slo(self) -> SLO:
@@ -80,6 +96,7 @@ class Traffic:
         What was not said is chosen for a laptop, unless the workload is a named one, which is made
         for it, or other hardware is simulated.
         """
+        asked.check_traffic()
         available = _available(asked)
         fits = _workload_name(asked.trace) is not None or asked.hardware is not None
         first = available[: asked.num_requests or (None if fits else NUM_REQUESTS)]
@@ -90,6 +107,7 @@ class Traffic:
             prompt = _prompt_scale(first) if prompt is None else prompt
             output = _output_scale(first) if output is None else output
         rate, prompt, output = (1.0 if f is None else f for f in (rate, prompt, output))
+        _check_blocks(first, prompt)
         requests = scaled(first, rate=rate, prompt=prompt, output=output)
         return cls(asked.trace, requests, len(available), rate, prompt, output, trimmed)
 
@@ -134,6 +152,19 @@ def _prompt_scale(requests: Sequence[TraceRequest]) -> float:
     mean = sum(request.num_prompt_tokens for request in requests) / len(requests)
     factor, size = min(1.0, MEAN_PROMPT / mean), requests[0].prefix_block_size
     return max(1, int(factor * size)) / size if size else factor
+
+
+def _check_blocks(requests: Sequence[TraceRequest], prompt: float) -> None:
+    """Refuse a factor that cuts the blocks that prompts share into parts of tokens."""
+    for size in {request.prefix_block_size for request in requests} - {None}:
+        assert size is not None
+        if not leaves_whole(size, prompt):
+            nearest = scaled_block(size, prompt) / size
+            raise ValueError(
+                f"--prompt-scale={prompt:g}: blocks of {size} tokens, which prompts of this trace "
+                f"share, would have {size * prompt:g}; the nearest that leaves them whole is "
+                f"{nearest!r}"
+            )
 
 
 def _output_scale(requests: Sequence[TraceRequest]) -> float:

@@ -116,8 +116,12 @@ class LiveView:
 # --- afterwards ----------------------------------------------------------------------------------
 
 
-def print_summary(console: Console, run: ServingRun, summary: Summary) -> None:
+def print_summary(
+    console: Console, run: ServingRun, summary: Summary, *, interrupted: bool = False
+) -> None:
     """Where the numbers come from, latencies, and the rest."""
+    if interrupted:
+        console.print("[bold]interrupted[/]: only what was served until then", soft_wrap=True)
     on = "; step times" if run.provenance == "simulated" else ""
     console.print(f"[bold]{run.provenance}[/]{on}: {escape(run.basis)}", soft_wrap=True)
     console.print()
@@ -131,13 +135,20 @@ def _latencies(summary: Summary) -> Table:
     table.add_column(summary.provenance, no_wrap=True)
     for header in ("mean", "p50", "p90", "p95", "p99", "max"):
         table.add_column(header, justify="right", no_wrap=True, min_width=6)
-    table.add_column("", style="dim", overflow="fold")
+    table.add_column(_without(summary), style="dim", overflow="fold")
     for name, (key, meaning) in LATENCIES.items():
         found: Distribution = getattr(summary, key)
         values = (found.mean, found.p50, found.p90, found.p95, found.p99, found.max)
         cells = ["–" if value is None else seconds(value) for value in values]
         table.add_row(name, *cells, meaning)
     return table
+
+
+def _without(summary: Summary) -> str:
+    """Who is missing in the percentiles, if anybody is."""
+    lost = {"refused": summary.num_refused, "aborted": summary.num_aborted}
+    counts = " and ".join(f"{number:,} {how}" for how, number in lost.items() if number)
+    return f"of those that got there; {counts}" if counts else ""
 
 
 def _facts(summary: Summary) -> Table:
@@ -150,6 +161,7 @@ def _facts(summary: Summary) -> Table:
 
 
 def _lines(summary: Summary) -> dict[str, str]:
+    given_up = summary.num_aborted_waiting
     lines = {
         "requests": f"{summary.num_finished:,} of {summary.num_requests:,} finished"
         + (f", {summary.num_refused:,} refused" if summary.num_refused else "")
@@ -165,7 +177,8 @@ def _lines(summary: Summary) -> dict[str, str]:
             f"TPOT ≤ {seconds(summary.slo.tpot_s)}: {summary.attainment:.0%} of all"
         )
     lines |= {
-        "queue": f"{_level(summary.queue_depth)} requests waiting",
+        "queue": f"{_level(summary.queue_depth)} requests waiting"
+        + (f", without {given_up:,} aborted there" if given_up else ""),
         "batch": f"{_level(summary.batch_size)} sequences in a step, "
         f"{_level(summary.running)} admitted",
         "tokens": f"{_level(summary.step_tokens)} in a step",

@@ -1,10 +1,12 @@
 """A served workload for other programs: as JSON, and as Prometheus text.
 
-JSON, schema `pdlab.serving/1`, times in seconds since the workload began:
+JSON, schema `pdlab.serving/1`, times in seconds since the workload began (rates and `over_time`
+start at the first arrival):
 
     schema       "pdlab.serving/1"
     provenance   "measured" or "simulated"
     basis        what the times rest on
+    interrupted  whether it was ended before all had come and finished
     config       the engine's knobs
     summary      `Summary.to_dict`
     over_time    `edges_s`, and for each span between two: `queue_depth`, `batch_size`,
@@ -55,13 +57,14 @@ Sample = tuple[str, Labels, float]
 """The suffix of its name, the labels that are its own, and its value."""
 
 
-def to_json(run: ServingRun, summary: Summary) -> str:
+def to_json(run: ServingRun, summary: Summary, *, interrupted: bool = False) -> str:
     """The run as JSON text, see the module."""
     bins = over_time(run, NUM_BINS)._asdict()
     document = {
         "schema": SCHEMA,
         "provenance": run.provenance,
         "basis": run.basis,
+        "interrupted": interrupted,
         "config": run.config,
         "summary": summary.to_dict(),
         "over_time": {name: values.tolist() for name, values in bins.items()},
@@ -85,16 +88,23 @@ def _request(request: ServedRequest) -> dict[str, Any]:
     } | figures
 
 
-def to_prometheus(run: ServingRun, summary: Summary, *, model_name: str | None = None) -> str:
+def to_prometheus(
+    run: ServingRun,
+    summary: Summary,
+    *,
+    model_name: str | None = None,
+    interrupted: bool = False,
+) -> str:
     """The run as Prometheus text; every line says whether it was measured or simulated, on what.
 
     Args:
         model_name: a label more, as vLLM has it.
+        interrupted: whether it was ended before all had come and finished.
     """
     labels = {"provenance": run.provenance, "basis": run.basis}
     if model_name is not None:
         labels = {"model_name": model_name} | labels
-    families = [*_histograms(run), *_counters(run, summary), *_gauges(summary)]
+    families = [*_histograms(run), *_counters(run, summary), *_gauges(summary, interrupted)]
     return "".join(line for family in families for line in family.lines(labels))
 
 
@@ -155,13 +165,17 @@ def _counters(run: ServingRun, summary: Summary) -> Iterable[_Family]:
     yield _Family("step_seconds_total", "counter", "Time in these steps.", seconds)
 
 
-def _gauges(summary: Summary) -> Iterable[_Family]:
+def _gauges(summary: Summary, interrupted: bool) -> Iterable[_Family]:
     def level(name: str, meaning: str, value: Level) -> _Family:
         samples = [("", {"over_time": kind}, part) for kind, part in value._asdict().items()]
         return _Family(name, "gauge", f"{meaning}: mean over time, and maximum.", samples)
 
     yield level("num_requests_running", "Requests admitted", summary.running)
-    yield level("num_requests_waiting", "Requests in the queue", summary.queue_depth)
+    yield level(
+        "num_requests_waiting",
+        "Requests in the queue, without those aborted there",
+        summary.queue_depth,
+    )
     yield level("kv_cache_usage_perc", "Used part of the KV blocks, 0 to 1", summary.kv_occupancy)
     yield level("batch_size", "Sequences computed in a step", summary.batch_size)
     yield _Family(
@@ -169,6 +183,12 @@ def _gauges(summary: Summary) -> Iterable[_Family]:
         "gauge",
         "From the first arrival to the end of the last step.",
         [("", {}, summary.duration_s)],
+    )
+    yield _Family(
+        "run_interrupted",
+        "gauge",
+        "1 where the run was ended before all had come and finished.",
+        [("", {}, float(interrupted))],
     )
     if summary.slo is None or summary.goodput_per_s is None or summary.attainment is None:
         return

@@ -150,8 +150,10 @@ def test_json_holds_the_summary_and_every_request() -> None:
     summary = summarize(RUN, SLO(0.5, 0.06))
     raw = json.loads(to_json(RUN, summary))
     assert list(raw) == [
-        *("schema", "provenance", "basis", "config", "summary", "over_time", "requests")
+        *("schema", "provenance", "basis", "interrupted", "config", "summary", "over_time"),
+        "requests",
     ]
+    assert raw["interrupted"] is False
     assert (raw["schema"], raw["provenance"]) == (SCHEMA, "measured")
     assert raw["basis"] == RUN.basis
     assert raw["summary"] == summary.to_dict()
