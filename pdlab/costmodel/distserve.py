@@ -26,9 +26,13 @@ class DistServeStepTimes:
     a + b sum(context) + c batch, with other constants in a large batch. A chunk behind `start`
     tokens has end^2 - start^2 for n^2, so chunks of a prompt add up.
 
-    DistServe never mixes the phases. For a mixed step we add to the prefill what a decode takes
-    beyond an empty one: the pass over the weights serves both. That is pdlab's assumption, and was
-    not measured.
+    DistServe never mixes the phases. For a mixed step we take the larger of the two constants a,
+    that of a small batch for decodes, and add what the prompts and the decodes take beyond theirs:
+    one pass over the weights serves both. So it takes no less than either alone. That is pdlab's
+    assumption, and was not measured.
+
+    More work never takes less, but for one more decode where a batch becomes large: there the two
+    fits do not meet.
     """
 
     basis: str
@@ -58,10 +62,12 @@ class DistServeStepTimes:
             return self._decode_s(decodes, context)
         a, b, c = self.prefill_s
         # of a chunk, pairs = (end^2 + end)/2 - (start^2 + start)/2
-        seconds = a + b * tokens + c * (2 * pairs - tokens)
-        if decodes:
-            seconds += max(0.0, self._decode_s(decodes, context) - self.decode_s[0])
-        return seconds
+        seconds = b * tokens + c * (2 * pairs - tokens)
+        if not decodes:
+            return a + seconds
+        empty_s = self.decode_s[0]
+        more_s = max(0.0, self._decode_s(decodes, context) - empty_s)
+        return max(a, empty_s) + seconds + more_s
 
     def _decode_s(self, decodes: int, context: int) -> float:
         a, b, c = self.decode_s if decodes < self.large_batch else self.large_decode_s
@@ -80,7 +86,7 @@ def load_distserve_profile(path: Path | str) -> dict[tuple[str, int], DistServeS
         profiles = json.loads(path.read_text(encoding="utf-8"))
         return {
             (model, int(devices)): DistServeStepTimes.of_milliseconds(
-                f"published: DistServe, {path.stem}, {model}, tensor parallelism {devices}",
+                f"published: fit of DistServe, {path.stem}, {model}, tensor parallelism {devices}",
                 fit["prefill"],
                 fit["decoding_smallbs"],
                 fit["decoding_largebs"],
