@@ -1,5 +1,9 @@
 """How well the simulator meets what was published: OPT-13B by DistServe, Llama-2-70B by Splitwise.
 
+Of OPT-13B a fit is published, and the simulator runs on this very fit. So its errors say that steps
+are put together as they should be, and nothing of hardware. Of Llama-2-70B there are measurements:
+each configuration counts once, and the errors are on those that the fit has not seen.
+
 The published files are not part of pdlab: a folder holds `distserve_sim` and `splitwise_sim`.
 """
 
@@ -15,7 +19,6 @@ import numpy as np
 
 from pdlab.costmodel import (
     RooflineStepTimes,
-    ServedBatch,
     fit_overheads,
     load_hardware,
     published,
@@ -23,7 +26,7 @@ from pdlab.costmodel import (
     relative_errors,
 )
 from pdlab.costmodel.published import LLAMA2_70B, OPT_13B
-from pdlab.costmodel.roofline_times import FITTED
+from pdlab.costmodel.roofline_times import FITTED, MeasuredStep, distinct_steps
 from pdlab.engine import EngineConfig
 from pdlab.workload import TraceRequest
 from pdlab.workload.simulation import simulate
@@ -33,7 +36,7 @@ OPT_MODEL = "facebook/opt-13b"
 BATCHES = ((1, 16), (1, 2000), (8, 200), (30, 512), (100, 100))
 """Prompts that start together, and the tokens of each."""
 NUM_OUTPUT_TOKENS = 20
-NUM_SPLITS = 10
+NUM_SPLITS = 100
 WITHIN = 0.2
 
 
@@ -44,11 +47,12 @@ class FitErrors:
     name: str
     phase: str
     """prefill or decode"""
-    num_rows: int
+    num_steps: int
+    """Tested, those of all splits together."""
     median: float
     worst: float
     within: float
-    """Share of rows with an error of at most `WITHIN`."""
+    """Share of steps with an error of at most `WITHIN`."""
 
     @classmethod
     def of(cls, name: str, phase: str, errors: Iterable[float]) -> FitErrors:
@@ -109,32 +113,40 @@ def _serve_together(name: str, batch: int, length: int) -> tuple[float, list[flo
 
 def _llama2_70b(path: Path) -> Iterator[FitErrors]:
     """Fits to half of the configurations, tested on the other half; several splits together."""
-    batches = read_splitwise(path)
+    steps = distinct_steps(read_splitwise(path))
     for fitted, what in (((), "overhead a step alone"), (FITTED, "all overheads")):
         errors: dict[str, list[float]] = {"prefill": [], "decode": []}
         for seed in range(NUM_SPLITS):
-            for phase, found in other_half(batches, seed, fitted).items():
+            for phase, found in other_half(steps, seed, fitted).items():
                 errors[phase] += found
         for phase, found in errors.items():
             yield FitErrors.of(f"llama2-70b, {what}", phase, found)
 
 
-def other_half(
-    batches: list[ServedBatch], seed: int, fitted: tuple[str, ...]
-) -> dict[str, list[float]]:
-    """Signed errors on the configurations that the overheads were not fitted to.
+def halves(
+    steps: Iterable[MeasuredStep], seed: int
+) -> tuple[list[MeasuredStep], list[MeasuredStep]]:
+    """Each different prefill, and each different decode, is in one half alone."""
+    draw = random.Random(seed)
+    ours, others = [], []
+    phases: dict[str, list[MeasuredStep]] = {}
+    for step in steps:
+        phases.setdefault(step.phase, []).append(step)
+    for same in phases.values():
+        shuffled = draw.sample(same, len(same))
+        ours += shuffled[: len(same) // 2]
+        others += shuffled[len(same) // 2 :]
+    return ours, others
 
-    A configuration was measured several times. All of its rows go to the same half: else the test
-    would be on what was seen.
-    """
-    configurations = sorted({batch.configuration for batch in batches})
-    random.Random(seed).shuffle(configurations)
-    seen = set(configurations[: len(configurations) // 2])
+
+def other_half(
+    steps: Iterable[MeasuredStep], seed: int, fitted: tuple[str, ...]
+) -> dict[str, list[float]]:
+    """Signed errors on the steps that the overheads were not fitted to."""
+    ours, others = halves(steps, seed)
     hardware = load_hardware()["a100-80gb"]
-    ours = [batch for batch in batches if batch.configuration in seen]
     times = {
         count: RooflineStepTimes(LLAMA2_70B, hardware, "fp16", count, overheads)
         for count, overheads in fit_overheads(ours, LLAMA2_70B, hardware, fitted=fitted).items()
     }
-    others = [b for b in batches if b.configuration not in seen and b.num_devices in times]
-    return relative_errors(others, times)
+    return relative_errors([step for step in others if step.num_devices in times], times)

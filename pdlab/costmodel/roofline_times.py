@@ -8,6 +8,7 @@ constants; `fit_overheads` finds them from measurements of one server.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ class Overheads(NamedTuple):
     peak_share: float = 1.0
     """Part of the peak FLOP/s that products bound by compute reach."""
     prompt_s: float = 0.0
-    """Of each prompt chunk."""
+    """Of each prompt, with its first chunk (see `num_begun`)."""
     decode_s: float = 0.0
     """Of each decode."""
     large_step_token_s: float = 0.0
@@ -122,7 +123,7 @@ class RooflineStepTimes:
         compute_s, memory_s = self.roofs(shape)
         step_s, peak_share, prompt_s, decode_s, large_step_token_s = self.overheads
         seconds = compute_s / peak_share + memory_s + step_s
-        seconds += prompt_s * shape[0] + decode_s * shape[3]
+        seconds += prompt_s * num_begun(shape) + decode_s * shape[3]
         return seconds + large_step_token_s * max(0, shape[1] - LARGE_STEP)
 
     def roofs(self, shape: StepShape) -> Roofs:
@@ -145,6 +146,29 @@ class RooflineStepTimes:
         return Roofs(compute_s, memory_s)
 
 
+def num_begun(shape: StepShape) -> int:
+    """Prompts that a step begins, as far as its shape tells: the others go on with a later chunk.
+
+    Tokens that see more than each other stand behind earlier ones, so then one chunk is a later
+    one. For a chunk alone that is exact; of several later chunks in one step only one is told.
+    """
+    prompts, tokens, pairs, *_ = shape
+    return prompts - 1 if pairs > causal_pairs(0, tokens) else prompts
+
+
+class MeasuredStep(NamedTuple):
+    """Seconds of a step on so many devices."""
+
+    num_devices: int
+    shape: StepShape
+    seconds: float
+
+    @property
+    def phase(self) -> str:
+        """`prefill` or `decode`."""
+        return "prefill" if self.shape.num_prompts else "decode"
+
+
 class ServedBatch(NamedTuple):
     """A measured run: equal prompts start together, then decode together until all are done."""
 
@@ -158,11 +182,6 @@ class ServedBatch(NamedTuple):
     """Mean time of a decode step."""
 
     @property
-    def configuration(self) -> tuple[int, int, int, int]:
-        """What was measured, whatever came out."""
-        return self[:4]
-
-    @property
     def prefill(self) -> StepShape:
         n = self.num_prompt_tokens
         return StepShape(self.batch, self.batch * n, self.batch * causal_pairs(0, n), 0, 0)
@@ -173,10 +192,18 @@ class ServedBatch(NamedTuple):
         context = self.num_prompt_tokens + self.num_output_tokens // 2
         return StepShape(0, 0, 0, self.batch, self.batch * context, context)
 
-    @property
-    def samples(self) -> list[tuple[StepShape, float]]:
-        """Both kinds of steps, each with its seconds."""
-        return [(self.prefill, self.prefill_s), (self.decode, self.token_s)]
+
+def distinct_steps(batches: Iterable[ServedBatch]) -> list[MeasuredStep]:
+    """Each different prefill and each different decode once: the median of its repeats.
+
+    A prefill does not depend on how many tokens follow. So runs that differ in these alone hold the
+    same prefill, and only its different decodes count apart.
+    """
+    seconds: dict[tuple[int, StepShape], list[float]] = {}
+    for batch in batches:
+        for shape, taken_s in ((batch.prefill, batch.prefill_s), (batch.decode, batch.token_s)):
+            seconds.setdefault((batch.num_devices, shape), []).append(taken_s)
+    return [MeasuredStep(*key, median(values)) for key, values in sorted(seconds.items())]
 
 
 FITTED = ("peak_share", "prompt_s", "decode_s", "large_step_token_s")
@@ -184,7 +211,7 @@ FITTED = ("peak_share", "prompt_s", "decode_s", "large_step_token_s")
 
 
 def fit_overheads(
-    batches: Iterable[ServedBatch],
+    steps: Iterable[MeasuredStep],
     config: ModelConfig,
     hardware: Hardware,
     dtype: str = "fp16",
@@ -194,31 +221,31 @@ def fit_overheads(
     """Least squares over non-negative constants, weighing relative errors alike.
 
     Args:
-        batches: what was measured on one or several numbers of devices.
+        steps: what was measured on one or several numbers of devices.
         fitted: of `FITTED`, which constants to fit beside `step_s`; the others stay as by default.
 
     Returns:
         overheads by number of devices; they differ in `step_s` alone.
 
     Raises:
-        ValueError: there are no batches, or a time is not above 0.
+        ValueError: there are no steps, or a time is not above 0.
     """
     unknown = set(fitted) - set(FITTED)
     if unknown:
         raise ValueError(f"fitted={unknown} is not among {', '.join(FITTED)}")
-    rows = [(b.num_devices, shape, s) for b in batches for shape, s in b.samples]
-    if not rows:
-        raise ValueError("batches is empty: there is nothing to fit to")
-    if not all(seconds > 0 for _, _, seconds in rows):
-        raise ValueError("batches holds a time that is not above the limit 0")
-    counts = sorted({count for count, _, _ in rows})
+    steps = list(steps)
+    if not steps:
+        raise ValueError("steps is empty: there is nothing to fit to")
+    if not all(step.seconds > 0 for step in steps):
+        raise ValueError("steps holds a time that is not above the limit 0")
+    counts = sorted({step.num_devices for step in steps})
     bare = {n: RooflineStepTimes(config, hardware, dtype, n) for n in counts}
-    roofs = [bare[count].roofs(shape) for count, shape, _ in rows]
-    measured = np.array([seconds for _, _, seconds in rows])
+    roofs = [bare[step.num_devices].roofs(step.shape) for step in steps]
+    measured = np.array([step.seconds for step in steps])
     known = np.array([sum(r) for r in roofs])  # the peak's share can only add to it
-    columns = [[float(count == n) for count, _, _ in rows] for n in counts]
+    columns = [[float(step.num_devices == n) for step in steps] for n in counts]
     for name in fitted:
-        columns.append([_amount(name, s, r) for (_, s, _), r in zip(rows, roofs, strict=True)])
+        columns.append([_amount(name, s.shape, r) for s, r in zip(steps, roofs, strict=True)])
     matrix = np.array(columns).T / measured[:, None]
     constants = nonnegative_least_squares(matrix, 1 - known / measured).tolist()
     shared = dict(zip(fitted, constants[len(counts) :], strict=True))
@@ -231,19 +258,18 @@ def _amount(name: str, shape: StepShape, roofs: Roofs) -> float:
     """How much of a constant a step has; of the peak share, the time at the whole peak."""
     return {
         "peak_share": roofs.compute_s,
-        "prompt_s": float(shape.num_prompts),
+        "prompt_s": float(num_begun(shape)),
         "decode_s": float(shape.num_decodes),
         "large_step_token_s": float(max(0, shape.num_prompt_tokens - LARGE_STEP)),
     }[name]
 
 
 def relative_errors(
-    batches: Iterable[ServedBatch], times: Mapping[int, RooflineStepTimes]
+    steps: Iterable[MeasuredStep], times: Mapping[int, RooflineStepTimes]
 ) -> dict[str, list[float]]:
-    """Signed relative errors of `prefill` and `decode`, in the order of the batches."""
+    """Signed relative errors of `prefill` and `decode`, in the order of the steps."""
     errors: dict[str, list[float]] = {"prefill": [], "decode": []}
-    for batch in batches:
-        step_s = times[batch.num_devices].step_s
-        for name, (shape, seconds) in zip(errors, batch.samples, strict=True):
-            errors[name].append(step_s(shape) / seconds - 1)
+    for step in steps:
+        predicted_s = times[step.num_devices].step_s(step.shape)
+        errors[step.phase].append(predicted_s / step.seconds - 1)
     return errors

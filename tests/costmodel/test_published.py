@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 
 from pdlab.costmodel import (
     PUBLISHED,
@@ -26,8 +28,19 @@ from pdlab.costmodel import (
     relative_errors,
     step_cost,
 )
-from pdlab.costmodel.published import LLAMA2_70B, LLAMA2_70B_OVERHEADS
-from pdlab.costmodel.roofline_times import FITTED, LARGE_STEP
+from pdlab.costmodel.published import (
+    LLAMA2_70B,
+    LLAMA2_70B_OVERHEADS,
+    LLAMA2_70B_STEP_S,
+    OPT_13B_LARGE_BATCH,
+)
+from pdlab.costmodel.roofline_times import (
+    FITTED,
+    LARGE_STEP,
+    MeasuredStep,
+    distinct_steps,
+    num_begun,
+)
 
 from .shapes import TINY, TINY_WINDOWED
 
@@ -91,8 +104,52 @@ def test_a_mixed_step_saves_a_pass_over_the_weights(num_decodes: int) -> None:
     alone, prompt = decode(*[500] * num_decodes), prefill(256)
     both = StepShape(*prompt[:3], *alone[3:])
     apart_s = times.step_s(alone) + times.step_s(prompt)
-    assert times.step_s(both) == pytest.approx(apart_s - 0.019934702624895458)
-    assert times.step_s(both) > times.step_s(prompt)
+    shared_s = min(0.01810254647486372, 0.019934702624895458)
+    assert times.step_s(both) == pytest.approx(apart_s - shared_s)
+
+
+OPT_13B_NAMES = [name for name in PUBLISHED if "opt-13b" in name]
+prompt_chunks = st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 2000)), max_size=6)
+contexts = st.lists(st.integers(1, 2048), max_size=200)
+
+
+def mixed(chunks: list[tuple[int, int]], contexts: list[int]) -> StepShape:
+    pairs = sum(causal_pairs(start, n) for start, n in chunks)
+    tokens = sum(n for _, n in chunks)
+    longest = max(contexts, default=0)
+    return StepShape(len(chunks), tokens, pairs, len(contexts), sum(contexts), longest)
+
+
+@pytest.mark.parametrize("name", OPT_13B_NAMES)
+@given(chunks=prompt_chunks.filter(bool), contexts=contexts.filter(bool))
+@example(chunks=[(0, 1)], contexts=[300])
+def test_a_mixed_step_takes_no_less_than_either_part_alone(
+    name: str, chunks: list[tuple[int, int]], contexts: list[int]
+) -> None:
+    step_s = published(name).step_times.step_s
+    both = step_s(mixed(chunks, contexts))
+    assert both >= max(step_s(mixed(chunks, [])), step_s(mixed([], contexts)))
+
+
+@pytest.mark.parametrize("name", OPT_13B_NAMES)
+@given(chunks=prompt_chunks, contexts=contexts, more=st.integers(1, 500))
+@example(chunks=[], contexts=[300] * 32, more=1)
+def test_more_work_takes_no_less(
+    name: str, chunks: list[tuple[int, int]], contexts: list[int], more: int
+) -> None:
+    step_s = published(name).step_times.step_s
+    assume(chunks or contexts)
+    now_s = step_s(mixed(chunks, contexts))
+    assert step_s(mixed([*chunks, (0, more)], contexts)) >= now_s, "another prompt"
+    if chunks:
+        (start, n), *rest = chunks
+        assert step_s(mixed([(start, n + more), *rest], contexts)) >= now_s, "a longer chunk"
+        assert step_s(mixed([(start + more, n), *rest], contexts)) >= now_s, "a later chunk"
+    if contexts:
+        grown = [contexts[0] + more, *contexts[1:]]
+        assert step_s(mixed(chunks, grown)) >= now_s, "a longer context"
+    if len(contexts) + 1 != OPT_13B_LARGE_BATCH:
+        assert step_s(mixed(chunks, [*contexts, more])) >= now_s, "another decode"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +224,7 @@ def test_without_overheads_a_step_takes_what_the_cost_model_predicts(
 
 
 def test_each_overhead_counts_once_for_what_it_stands_for() -> None:
-    shape = StepShape(3, LARGE_STEP + 10, 3_000_000, 5, 5000, 1000)
+    shape = StepShape(3, LARGE_STEP + 10, 2_000_000, 5, 5000, 1000)
     bare = RooflineStepTimes(LLAMA2_70B, A100)
     overheads = Overheads(0.1, 0.5, prompt_s=0.01, decode_s=0.001, large_step_token_s=0.0001)
     loaded = RooflineStepTimes(LLAMA2_70B, A100, overheads=overheads)
@@ -208,35 +265,75 @@ def test_a_fit_finds_the_overheads_that_made_the_times() -> None:
         for n in known
         for length, batch in ((128, 1), (512, 1), (512, 16), (4096, 1), (8192, 1), (256, 4))
     ]
-    found = fit_overheads(batches, LLAMA2_70B, A100)
+    found = fit_overheads(distinct_steps(batches), LLAMA2_70B, A100)
     for n in known:
         assert found[n] == pytest.approx(known[n], rel=1e-6)
 
 
-def halves(batches: list[ServedBatch], seed: int) -> tuple[list[ServedBatch], list[ServedBatch]]:
-    """All rows of a configuration are in the same half: they are the same measurement, repeated."""
-    configurations = sorted({batch.configuration for batch in batches})
-    random.Random(seed).shuffle(configurations)
-    seen = set(configurations[: len(configurations) // 2])
-    return (
-        [b for b in batches if b.configuration in seen],
-        [b for b in batches if b.configuration not in seen],
-    )
+def test_a_prefill_counts_once_whatever_follows_it_and_repeats_count_by_their_median() -> None:
+    short = ServedBatch(2, 512, 1, 128, 0.20, 0.05)
+    batches = [short, short._replace(prefill_s=0.21), short._replace(prefill_s=0.29, token_s=0.06)]
+    batches += [short._replace(num_output_tokens=512, prefill_s=0.21, token_s=0.07)]
+    steps = distinct_steps([*batches, short._replace(num_devices=4)])
+    assert [(s.num_devices, s.phase, s.shape.num_context_tokens) for s in steps] == [
+        (2, "decode", 512 + 64),
+        (2, "decode", 512 + 256),
+        (2, "prefill", 0),
+        (4, "decode", 512 + 64),
+        (4, "prefill", 0),
+    ]
+    assert [s.seconds for s in steps] == [0.05, 0.07, 0.21, 0.05, 0.20]
+
+
+def test_cutting_a_prompt_costs_steps_and_not_prompts() -> None:
+    times = published("8xa100-llama2-70b").step_times
+    cuts = range(0, 2049, 256)
+    chunks = [StepShape(1, 256, causal_pairs(start, 256), 0, 0) for start in cuts[:-1]]
+    bare = RooflineStepTimes(LLAMA2_70B, A100, "fp16", 8, Overheads(LLAMA2_70B_STEP_S[8]))
+    overheads = LLAMA2_70B_OVERHEADS[8]
+    compute_s = sum(bare.roofs(chunk).compute_s for chunk in chunks)
+    expected_s = sum(map(bare.step_s, chunks)) + overheads.prompt_s
+    expected_s += compute_s * (1 / overheads.peak_share - 1)
+    assert sum(map(times.step_s, chunks)) == pytest.approx(expected_s)
+
+
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=20))
+def test_prompts_that_all_begin_are_all_counted(lengths: list[int]) -> None:
+    assert num_begun(prefill(*lengths)) == len(lengths)
+
+
+@given(st.integers(1, 4000), st.integers(1, 4000))
+def test_a_later_chunk_alone_begins_no_prompt(start: int, length: int) -> None:
+    assert num_begun(StepShape(1, length, causal_pairs(start, length), 0, 0)) == 0
 
 
 def errors_of_the_other_half(seed: int, fitted: tuple[str, ...]) -> dict[str, np.ndarray]:
-    ours, others = halves(read_splitwise(there(SPLITWISE)), seed)
+    steps = distinct_steps(read_splitwise(there(SPLITWISE)))
+    assert len({(s.num_devices, s.shape) for s in steps}) == len(steps) == 94
+    ours, others = halves(steps, seed)
     overheads = fit_overheads(ours, LLAMA2_70B, A100, fitted=fitted)
     times = {n: RooflineStepTimes(LLAMA2_70B, A100, "fp16", n, o) for n, o in overheads.items()}
     return {name: np.abs(errors) for name, errors in relative_errors(others, times).items()}
 
 
+def halves(steps: list[MeasuredStep], seed: int) -> tuple[list[MeasuredStep], list[MeasuredStep]]:
+    """Of each phase one half; no prefill and no decode is in both."""
+    draw = random.Random(seed)
+    ours: list[MeasuredStep] = []
+    for phase in ("prefill", "decode"):
+        same = [step for step in steps if step.phase == phase]
+        ours += draw.sample(same, len(same) // 2)
+    return ours, [step for step in steps if step not in ours]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_overheads_of_half_the_configurations_predict_the_other_half(seed: int) -> None:
     errors = errors_of_the_other_half(seed, FITTED)
-    assert np.median(errors["prefill"]) < 0.06
+    assert len(errors["prefill"]) == 19
+    assert len(errors["decode"]) == 28
+    assert np.median(errors["prefill"]) < 0.12
     assert np.median(errors["decode"]) < 0.04
-    assert np.mean(errors["prefill"] <= 0.2) > 0.9
+    assert np.mean(errors["prefill"] <= 0.2) > 0.8
     assert errors["prefill"].max() < 0.3
     assert errors["decode"].max() < 0.15
 
@@ -246,22 +343,23 @@ def test_an_overhead_a_step_alone_explains_decodes_and_not_prefills() -> None:
     errors = errors_of_the_other_half(0, ())
     assert np.median(errors["decode"]) < 0.12
     assert np.mean(errors["decode"] <= 0.2) > 0.9
-    assert 0.25 < np.median(errors["prefill"]) < 0.4
+    assert 0.3 < np.median(errors["prefill"]) < 0.5
+    assert np.mean(errors["prefill"] <= 0.2) < 0.1
 
 
-def test_the_overheads_written_down_are_those_of_all_rows() -> None:
-    found = fit_overheads(read_splitwise(there(SPLITWISE)), LLAMA2_70B, A100)
+def test_the_overheads_written_down_are_those_of_all_steps() -> None:
+    found = fit_overheads(distinct_steps(read_splitwise(there(SPLITWISE))), LLAMA2_70B, A100)
     assert set(found) == set(LLAMA2_70B_OVERHEADS)
     for n, overheads in found.items():
         assert overheads == pytest.approx(LLAMA2_70B_OVERHEADS[n], rel=1e-3)
 
 
 def test_bad_measurements_are_named(tmp_path: Path) -> None:
-    good = ServedBatch(2, 512, 1, 128, 0.2, 0.05)
-    with pytest.raises(ValueError, match="batches is empty"):
+    good, other = distinct_steps([ServedBatch(2, 512, 1, 128, 0.2, 0.05)])
+    with pytest.raises(ValueError, match="steps is empty"):
         fit_overheads([], LLAMA2_70B, A100)
     with pytest.raises(ValueError, match="not above the limit 0"):
-        fit_overheads([good, good._replace(token_s=0.0)], LLAMA2_70B, A100)
+        fit_overheads([good, other._replace(seconds=0.0)], LLAMA2_70B, A100)
     with pytest.raises(ValueError, match="is not among peak_share, prompt_s"):
         fit_overheads([good], LLAMA2_70B, A100, fitted=("luck",))
     path = tmp_path / "times.csv"
