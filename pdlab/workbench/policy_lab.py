@@ -25,6 +25,7 @@ from pdlab.workbench.policy_lab_data import (
     last_token_s,
     named_policies,
     picture_of,
+    refused_for_real,
 )
 from pdlab.workbench.policy_lab_run import RealRun, Report
 from pdlab.workbench.widget import TraceWidget
@@ -76,7 +77,8 @@ class PolicyLab(TraceWidget):
         step_times: of this machine and the model; None measures them the first time (40 seconds,
             with a progress bar) and takes them from the user's cache from then on.
         slo: limits for goodput and for the policy `deadline`; None for what suits the machine.
-        policies: objects of classes of your own, shown under the names of their classes.
+        policies: objects of classes of your own, shown under the names of their classes, or as
+            their own `__str__` calls them.
         config: the engine's knobs that have no control.
         num_real: requests that are run for real.
         settings: what the controls begin with, for example `batching="static"`.
@@ -272,6 +274,8 @@ class PolicyLab(TraceWidget):
             self._show_real("failed", error=in_words(report.error))
         elif report.run is None:
             self._show_real("stopped", finished=report.num_finished)
+        elif refused := refused_for_real(report.run, self._real.simulated):
+            self._show_real("failed", error=refused)
         else:
             self._show_real("done", finished=len(report.run.requests), **self._rows(report.run))
         self._real = None

@@ -15,7 +15,7 @@ import traitlets
 
 from pdlab.costmodel import StepShape, StepTimes, causal_pairs
 from pdlab.engine import EngineConfig
-from pdlab.engine.policies import POLICIES, Deadline, Policy
+from pdlab.engine.policies import POLICIES, Deadline, Policy, PolicyError
 from pdlab.requirements import LARGEST_SEED, require_choice, require_int
 from pdlab.workbench.gantt_data import KINDS, Span, lives
 from pdlab.workbench.latency_data import curve
@@ -184,7 +184,7 @@ class Settings:
 
 
 def named_policies(policies: Sequence[Policy]) -> dict[str, Policy]:
-    """Policies of one's own by the name of their class.
+    """Policies of one's own by the name of their class, or as their own `__str__` calls them.
 
     Raises:
         ValueError: one is no Policy object, or has the name of a built-in one.
@@ -196,7 +196,8 @@ def named_policies(policies: Sequence[Policy]) -> dict[str, Policy]:
             raise ValueError(f"policy={name} is a class: pass an object, {name}()")
         if not isinstance(policy, Policy):
             raise ValueError(f"policy={policy!r:.60} must be an object derived from pdlab.Policy")
-        name = type(policy).__name__
+        own = type(policy)
+        name = own.__name__ if own.__str__ is Policy.__str__ else str(policy)
         if name in POLICIES:
             raise ValueError(f"policy={name} is the name of a built-in policy: rename your class")
         found[name] = policy
@@ -205,6 +206,9 @@ def named_policies(policies: Sequence[Policy]) -> dict[str, Policy]:
 
 def in_words(error: BaseException) -> str:
     """What went wrong, in a line; for an error that came out of a policy, with its line of code."""
+    cause = error.__cause__ if isinstance(error, PolicyError) else None
+    if cause is not None and _place_in_policy(cause):
+        error = cause
     text = " ".join(str(error).split()) or type(error).__name__
     place = _place_in_policy(error)
     if not place and isinstance(error, ValueError | traitlets.TraitError):
@@ -357,6 +361,15 @@ def _load(run: ServingRun) -> dict[str, Any]:
 def _digits(values: Any) -> list[float]:
     """Four significant digits: enough for a picture."""
     return [float(f"{value:.4g}") for value in np.asarray(values, dtype=float)]
+
+
+def refused_for_real(measured: ServingRun, simulated: ServingRun) -> str:
+    """What the engine refused that the simulation served, and why; "" if nothing."""
+    pairs = zip(measured.requests, simulated.requests, strict=True)
+    errors = [real.error for real, served in pairs if real.error and not served.error]
+    if not errors:
+        return ""
+    return f"{len(errors)} of {len(measured.requests)} requests were refused: {errors[0]}"
 
 
 def compared(measured: ServingRun, simulated: ServingRun, slo: SLO) -> list[dict[str, Any]]:

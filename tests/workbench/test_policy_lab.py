@@ -268,7 +268,7 @@ def test_a_policy_of_ones_own_decides(lab: PolicyLab) -> None:
     [
         (Broken(), "ZeroDivisionError: division by zero, in Broken.rank, line "),
         (Failing(), "ValueError: invalid literal for int() with base 10: 'soon', in Failing.rank"),
-        (Silent(), "the rank of r0 is None"),
+        (Silent(), "policy=Silent has no rank for r0: ValueError: None is no number"),
         (Newest, "pass an object, Newest()"),
         (3, "policy=3 must be an object derived from pdlab.Policy"),
     ],
@@ -280,6 +280,13 @@ def test_a_bad_policy_is_said_and_the_picture_stays(lab: PolicyLab, policy, word
     assert "\n" not in lab.message
     assert (lab.policy, lab.result) == ("fcfs", shown)
     assert lab.policies == list(POLICIES)
+
+
+def test_a_policy_that_says_its_name_is_called_by_it(lab: PolicyLab) -> None:
+    named = type("Class", (Newest,), {"__str__": lambda self: "mine"})
+    lab.choose(policy=named())
+    assert lab.policies[-1] == lab.policy == "mine"
+    assert lab.run.config["policy"] == "mine"
 
 
 def test_a_policy_with_the_name_of_a_builtin_is_refused(lab: PolicyLab) -> None:
@@ -462,7 +469,8 @@ def test_what_a_policy_raises_for_real_is_said() -> None:
     lab.run_for_real()
     lab.wait(60)
     assert lab.real["state"] == "failed"
-    assert "ZeroDivisionError: division by zero, in Late.rank" in lab.real["error"]
+    assert "4 of 4 requests were refused: policy=Late has no rank" in lab.real["error"]
+    assert "ZeroDivisionError: division by zero" in lab.real["error"]
     lab.choose(policy="fcfs")
     lab.run_for_real()
     lab.wait(60)
