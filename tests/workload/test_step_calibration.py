@@ -17,10 +17,12 @@ from pdlab.workload import step_calibration
 from pdlab.workload.step_calibration import (
     SCENES,
     IdleRunner,
+    Measurement,
     Prompts,
     Scene,
     computing_nothing,
     measure_steps,
+    measure_with_share,
     measured_step_times,
 )
 from pdlab.workload.step_shapes import Sample, samples_of, shape_of, shape_of_record
@@ -173,18 +175,25 @@ def test_an_idle_runner_lets_the_engine_do_the_rest(model: Model) -> None:
 
 
 @pytest.fixture
-def measurements(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Sample]]:
+def shares() -> list[float]:
+    """Of the processor, for the measurements to come; then 1."""
+    return []
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch, shares: list[float]) -> Iterator[list[Sample]]:
     """Replaces measuring; grows with every measurement, each slower than the last."""
     taken: list[Sample] = []
     times, _ = published("a100-opt-13b")
 
-    def measure(*_: object, **__: object) -> list[Sample]:
+    def measure(*_: object, **__: object) -> Measurement:
         taken.append((StepShape(0, 0, 0, 1, 1, 1), 1.0))
         few = [StepShape(n, 10 * n, 55 * n, 0, 0) for n in (1, 2, 3, 4)]
         few += [StepShape(0, 0, 0, n, 100 * n, 100 + n) for n in (1, 2, 3, 4, 5)]
-        return [(shape, len(taken) * times.step_s(shape)) for shape in few]
+        samples = [(shape, len(taken) * times.step_s(shape)) for shape in few]
+        return Measurement(samples, shares.pop(0) if shares else 1.0)
 
-    monkeypatch.setattr(step_calibration, "measure_steps", measure)
+    monkeypatch.setattr(step_calibration, "measure_with_share", measure)
     return taken
 
 
@@ -196,6 +205,57 @@ def test_the_second_call_reads_the_cache(
     assert len(measurements) == len(list(cache.iterdir())) == 1
     assert first.basis.startswith("measured on ")
     assert model.name in first.basis
+
+
+def test_what_was_slowed_by_others_says_so_and_is_measured_again(
+    model: Model, measurements: list[Sample], shares: list[float]
+) -> None:
+    shares += [0.55, 0.9]
+    assert measured_step_times(model).basis.endswith(
+        "; slowed by other processes, 55% of the processor"
+    )
+    quiet = measured_step_times(model)
+    assert "slowed" not in quiet.basis
+    assert measured_step_times(model) == quiet
+    assert len(measurements) == 2
+
+
+def test_after_three_attempts_the_least_disturbed_is_believed(
+    model: Model, measurements: list[Sample], shares: list[float]
+) -> None:
+    shares += [0.3, 0.6, 0.5]
+    found = [measured_step_times(model) for _ in range(5)]
+    assert len(measurements) == 3
+    assert found[1] == found[2] == found[3] == found[4]
+    assert "60% of the processor" in found[4].basis
+
+
+@pytest.mark.parametrize(("count", "named"), [(1, "1 thread, cpu"), (2, "2 threads, cpu")])
+def test_the_basis_counts_threads(
+    model: Model,
+    measurements: list[Sample],
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    named: str,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    assert f", {named}, " in measured_step_times(model).basis
+
+
+def test_the_share_is_processor_time_over_the_time_of_all_threads(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_calibration, "SCENES", FEW)
+    clock = {"wall": 0.0, "processor": 0.0}
+
+    def tick(name: str, step: float) -> float:
+        clock[name] += step
+        return clock[name]
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(step_calibration.time, "process_time", lambda: tick("processor", 1.2))
+    monkeypatch.setattr(step_calibration.time, "perf_counter", lambda: tick("wall", 1.0))
+    assert measure_with_share(model, rounds=1).processor_share == pytest.approx(0.6)
 
 
 def test_refresh_measures_again_and_replaces(model: Model, measurements: list[Sample]) -> None:
@@ -227,12 +287,13 @@ def test_only_what_decides_the_time_of_a_step_is_measured_apart(
         lambda text: "[]",
         lambda text: "null",
         lambda text: text.replace('"base_s"', '"bass_s"'),
+        lambda text: text.replace('"attempts": 1', '"attempts": null'),
         lambda text: json.dumps(json.loads(text) | {"key": {}}),
         lambda text: json.dumps(
             json.loads(text) | {"step_times": {**json.loads(text)["step_times"], "decode_s": -1}}
         ),
     ],
-    ids=["empty", "cut", "list", "null", "other-field", "other-key", "negative"],
+    ids=["empty", "cut", "list", "null", "other-field", "no-count", "other-key", "negative"],
 )
 def test_a_damaged_cache_is_measured_again(
     model: Model, measurements: list[Sample], cache: Path, damage
