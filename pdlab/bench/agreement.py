@@ -4,6 +4,10 @@ The engine serves each workload several times, in turns, with the steps' times m
 each turn, so that a machine that slows down for a while slows both sides of the comparison. The
 simulator runs on the fit to all of these measurements; it never sees a time of the runs it is
 compared with.
+
+Goodput tells something only under limits that some requests keep and others miss. Unless they are
+given, the limits of a workload are where the simulation says that 80% of its requests keep each
+one: so 60 to 80% keep both there, and what the engine did has no part in the choice.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
 from tqdm.auto import tqdm
 
 from pdlab.costmodel import LinearStepTimes, fit_step_times
@@ -20,10 +25,10 @@ from pdlab.costmodel.step_times import COSTS
 from pdlab.engine import Engine, EngineConfig
 from pdlab.machine import processor_name
 from pdlab.models import Model
-from pdlab.requirements import require_choice, require_int
+from pdlab.requirements import require_choice, require_int, require_number
 from pdlab.workload import WORKLOADS, TraceRequest
 from pdlab.workload.replay import replay
-from pdlab.workload.report import summarize
+from pdlab.workload.report import latency_samples, summarize
 from pdlab.workload.serving import SLO, ServingRun
 from pdlab.workload.simulation import simulate
 from pdlab.workload.step_calibration import measure_steps
@@ -32,7 +37,8 @@ from pdlab.workload.step_shapes import Sample, samples_of
 METRICS = ("ttft_s", "tpot_s", "goodput_per_s")
 TOLERANCES = {"ttft_s": 0.15, "tpot_s": 0.15, "goodput_per_s": 0.10}
 """How far off the simulator may be."""
-DEFAULT_SLO = SLO(ttft_s=2.0, tpot_s=0.25)
+WITHIN_LIMIT = 0.8
+"""Share of the simulated requests that keep each limit, where none is given."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,29 @@ class Numbers:
     tpot_s: float
     goodput_per_s: float
     """Requests a second within the SLO."""
+    attainment: float
+    """Share of the requests that are."""
 
     @classmethod
     def of(cls, run: ServingRun, slo: SLO) -> Numbers:
         summary = summarize(run, slo)
-        found = (summary.ttft_s.p50, summary.tpot_s.p50, summary.goodput_per_s)
+        found = (
+            summary.ttft_s.p50,
+            summary.tpot_s.p50,
+            summary.goodput_per_s,
+            summary.attainment,
+        )
         return cls(*(0.0 if value is None else value for value in found))
+
+
+def telling_slo(run: ServingRun) -> SLO:
+    """Limits that `WITHIN_LIMIT` of the run's requests keep, each for itself."""
+    samples = latency_samples(run.requests)
+    ttft_s, tpot_s = (
+        float(np.quantile(samples[name], WITHIN_LIMIT)) if samples[name].size else 0.0
+        for name in SLO._fields
+    )
+    return SLO(ttft_s, tpot_s)
 
 
 @dataclass(frozen=True)
@@ -59,6 +82,7 @@ class Agreement:
     workload: str
     num_requests: int
     rate_rps: float
+    slo: SLO
     measured: list[Numbers]
     """Of each time it was served."""
     simulated: Numbers
@@ -73,7 +97,7 @@ class Agreement:
         return median(getattr(numbers, metric) for numbers in self.measured)
 
     def ratio(self, metric: str) -> float | None:
-        """Simulated over served; 1 where both are 0, None where only the served one is."""
+        """Simulated over served; None where the served one is 0: of nothing, nothing is told."""
         return _ratio(getattr(self.simulated, metric), self.served(metric))
 
     def refitted_ratio(self, metric: str) -> float | None:
@@ -99,13 +123,12 @@ class Agreement:
         simulated, refitted = Numbers(**values["simulated"]), values["refitted"]
         refitted = refitted and Numbers(**refitted)
         rest = {"measured": measured, "simulated": simulated, "refitted": refitted}
+        rest["slo"] = SLO(*values["slo"])
         return cls(**values | rest)
 
 
 def _ratio(simulated: float, served: float) -> float | None:
-    if served:
-        return simulated / served
-    return 1.0 if simulated == 0 else None
+    return simulated / served if served else None
 
 
 def measure_agreement(
@@ -113,9 +136,9 @@ def measure_agreement(
     config: EngineConfig | None = None,
     *,
     workloads: Sequence[str] = tuple(WORKLOADS),
-    num_requests: int = 40,
+    num_requests: int = 20,
     repeats: int = 3,
-    slo: SLO = DEFAULT_SLO,
+    slo: SLO | None = None,
     seed: int = 0,
     rate: float = 1.0,
     progress: bool = False,
@@ -127,6 +150,7 @@ def measure_agreement(
     Args:
         workloads: names of `WORKLOADS`.
         repeats: how often the engine serves each.
+        slo: limits for all workloads; None for those of `telling_slo`, for each its own.
         rate: of arrivals, as a multiple of the workload's own.
 
     Raises:
@@ -136,13 +160,15 @@ def measure_agreement(
         require_int(name, value, least=1, most=10_000)
     for name in workloads:
         require_choice("workloads", name, tuple(WORKLOADS))
-    slo.checked()
+    require_number("rate", rate, 1e-6, 1e6)
+    if slo is not None:
+        slo.checked()
     config = config or EngineConfig()
     traffic = {
         name: WORKLOADS[name](num_requests, WORKLOADS[name].rate_rps * rate, seed)
         for name in workloads
     }
-    measured: dict[str, list[Numbers]] = {name: [] for name in workloads}
+    served: dict[str, list[ServingRun]] = {name: [] for name in workloads}
     steps: dict[str, list[Sample]] = {name: [] for name in workloads}
     calibration: list[Sample] = []
     with tqdm(total=repeats * (len(traffic) + 1), disable=not progress) as bar:
@@ -151,27 +177,28 @@ def measure_agreement(
             bar.update()
             for name in _from(turn, list(traffic)):
                 run, samples = _serve(model, config, traffic[name])
-                measured[name].append(Numbers.of(run, slo))
+                served[name].append(run)
                 steps[name] += samples
                 bar.update()
     times = fit_step_times(calibration, f"measured on {processor_name()}: {model.name}")
 
-    def simulated(name: str, times: LinearStepTimes) -> Numbers:
-        limit = model.config.max_model_len
-        return Numbers.of(simulate(traffic[name], config, times, max_model_len=limit), slo)
+    def simulated(name: str, times: LinearStepTimes) -> ServingRun:
+        return simulate(traffic[name], config, times, max_model_len=model.config.max_model_len)
 
     agreements = []
     for name in traffic:
-        own = _fit_if_enough(steps[name])
+        run, own = simulated(name, times), _fit_if_enough(steps[name])
+        limits = slo or telling_slo(run)
         agreements.append(
             Agreement(
                 workload=name,
                 num_requests=num_requests,
                 rate_rps=WORKLOADS[name].rate_rps * rate,
-                measured=measured[name],
-                simulated=simulated(name, times),
+                slo=limits,
+                measured=[Numbers.of(each, limits) for each in served[name]],
+                simulated=Numbers.of(run, limits),
                 step_ratio=_step_ratio(times, steps[name]),
-                refitted=simulated(name, own) if own else None,
+                refitted=Numbers.of(simulated(name, own), limits) if own else None,
             )
         )
     return agreements, times

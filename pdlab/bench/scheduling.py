@@ -1,7 +1,7 @@
 """What is promised of scheduling, measured.
 
-The agreement of simulator and engine stands in `pdlab.bench.agreement`, the comparison with
-published times in `pdlab.bench.published_fits`. Here are the simulator's speed and the engine's own
+The agreement of simulator and engine stands in `pdlab.bench.agreement`, the comparison with what
+was published in `pdlab.bench.published_fits`. Here are the simulator's speed and the engine's own
 time a step, and what is kept of all.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pdlab.bench.agreement import DEFAULT_SLO, Agreement, measure_agreement
+from pdlab.bench.agreement import Agreement, measure_agreement
 from pdlab.bench.published_fits import FitErrors, measure_published
 from pdlab.costmodel import LinearStepTimes, published
 from pdlab.engine import Engine, EngineConfig
@@ -196,7 +196,6 @@ class SchedulingBench:
     model: dict[str, Any]
     config: dict[str, Any]
     """Knobs of the engine that served the workloads."""
-    slo: SLO
     step_times: LinearStepTimes | None
     agreements: list[Agreement]
     speeds: list[SimulatorSpeed]
@@ -214,8 +213,7 @@ class SchedulingBench:
 
     def save(self, path: Path) -> None:
         """Write JSON, with four significant digits."""
-        data = asdict(self) | {"slo": self.slo._asdict()}
-        path.write_text(json.dumps(_rounded(data), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(_rounded(asdict(self)), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> SchedulingBench:
@@ -225,7 +223,6 @@ class SchedulingBench:
         return cls(
             **data
             | {
-                "slo": SLO(**data["slo"]),
                 "step_times": times and LinearStepTimes.from_dict(times),
                 "agreements": [Agreement.from_dict(each) for each in data["agreements"]],
                 "speeds": [SimulatorSpeed(**each) for each in data["speeds"]],
@@ -240,9 +237,10 @@ def measure_scheduling(
     config: EngineConfig | None = None,
     *,
     sections: Sequence[str] = SECTIONS,
-    num_requests: int = 40,
+    num_requests: int = 20,
     repeats: int = 3,
-    slo: SLO = DEFAULT_SLO,
+    rate: float = 1.0,
+    slo: SLO | None = None,
     num_simulated: int = 10_000,
     published_data: Path | None = None,
     progress: bool = False,
@@ -252,7 +250,7 @@ def measure_scheduling(
     Args:
         config: knobs of the engine that serves the workloads.
         sections: of `SECTIONS`. `published` needs `published_data`, and is left out without.
-        num_requests, repeats, slo: of the agreement (see `measure_agreement`).
+        num_requests, repeats, rate, slo: of the agreement (see `measure_agreement`).
         num_simulated: requests of the simulator's test.
         published_data: a folder with `distserve_sim` and `splitwise_sim`.
 
@@ -282,7 +280,13 @@ def measure_scheduling(
     times = None
     if "agreement" in sections:
         agreements, times = measure_agreement(
-            model, config, num_requests=num_requests, repeats=repeats, slo=slo, progress=progress
+            model,
+            config,
+            num_requests=num_requests,
+            repeats=repeats,
+            rate=rate,
+            slo=slo,
+            progress=progress,
         )
     return SchedulingBench(
         model={
@@ -291,7 +295,6 @@ def measure_scheduling(
             "num_parameters": model.config.num_parameters,
         },
         config=config.to_dict(),
-        slo=slo,
         step_times=times,
         agreements=agreements,
         speeds=speeds,
