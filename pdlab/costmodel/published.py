@@ -161,15 +161,15 @@ half of them, the other half has medians of 7.5% and 2.8% over a hundred splits.
 is 23% and 9% on average, and 29% and 16% in all; 92% of prefills and all decodes are within 20%.
 
 All prompts were whole. `prompt_s` is charged with the first chunk, so that cutting a prompt does
-not multiply it; without it 72% instead of 92% of the unseen prefills would be within 20%. What a
+not multiply it; without it 71% instead of 92% of the unseen prefills would be within 20%. What a
 later chunk takes was not measured.
 """
 
 
 def _opt_13b(fit: _OptFit) -> PublishedMachine:
     times = DistServeStepTimes.of_milliseconds(
-        f"published: OPT-13B on {fit.num_devices} x A100 80 GB, the fit for {fit.server} by Zhong et "
-        "al. 2024; mixed steps composed by pdlab",
+        f"published: OPT-13B on {fit.num_devices} x A100 80 GB, fit for {fit.server} by Zhong "
+        "et al. 2024; mixed steps composed by pdlab",
         fit.prefill,
         fit.small,
         fit.large,
@@ -187,7 +187,7 @@ def _llama2_70b(num_devices: int) -> PublishedMachine:
         num_devices,
         LLAMA2_70B_OVERHEADS[num_devices],
         f"predicted: Llama-2-70B, roofline of {num_devices} x {hardware.name}, overheads fitted to "
-        "the measurements of Splitwise (Patel et al. 2024); chunks of prompts extrapolated",
+        "the measurements of Splitwise (Patel et al. 2024), chunks of prompts extrapolated",
     )
     room = KV_SHARE * num_devices * hardware.memory_bytes
     room -= weight_bytes(LLAMA2_70B, ELEMENT_BYTES[dtype])
