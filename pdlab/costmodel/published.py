@@ -157,8 +157,9 @@ LLAMA2_70B_OVERHEADS = {
 }
 """`fit_overheads` over Splitwise's table, each different prefill and decode once, by tensor
 parallelism. The median error of prefill is 6.1% and of decode 2.7%, the worst 23% and 8%. Fitted to
-half of them, the other half has medians of 7.5% and 2.8% over a hundred splits. The worst of a split
-is 23% and 9% on average, and 29% and 16% in all; 92% of prefills and all decodes are within 20%.
+half of them, the other half has medians of 7.5% and 2.8% over a hundred splits. The worst of a
+split is 23% and 9% on average, and 29% and 16% in all; 92% of prefills and all decodes are within
+20%.
 
 All prompts were whole. `prompt_s` is charged with the first chunk, so that cutting a prompt does
 not multiply it; without it 71% instead of 92% of the unseen prefills would be within 20%. What a
@@ -168,8 +169,8 @@ later chunk takes was not measured.
 
 def _opt_13b(fit: _OptFit) -> PublishedMachine:
     times = DistServeStepTimes.of_milliseconds(
-        f"published: OPT-13B on {fit.num_devices} x A100 80 GB, fit for {fit.server} by Zhong "
-        "et al. 2024; mixed steps composed by pdlab",
+        f"published: OPT-13B on {fit.num_devices} x A100 80 GB, fit for {fit.server} by Zhong et "
+        "al. 2024; mixed steps composed by pdlab",
         fit.prefill,
         fit.small,
         fit.large,
