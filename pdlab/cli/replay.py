@@ -30,7 +30,7 @@ from pdlab.workload.step_calibration import measured_step_times
 from pdlab.workload.traces import TraceRequest
 
 SERVER_SEQS = 256
-"""Sequences at once of a server with a GPU of its own: vLLM's default for years."""
+"""Sequences at once of a server with a GPU of its own: what vLLM's engine has had by default."""
 CACHE_ONLY = ("kv_format", "step_ms", "baselines")
 """Options of `--cache-only` alone."""
 BOTH = ("trace", "cache_only", "blocks", "block_size", "model", "requests")
@@ -176,7 +176,10 @@ def _config(asked: ServingReplay, knobs: Mapping[str, Any]) -> EngineConfig:
         knobs: of the machine that is simulated, where nothing else was asked for.
     """
     deadline = Deadline(asked.slo.ttft_s) if asked.policy == "deadline" else None
-    chosen = {"max_num_seqs": asked.max_num_seqs, "max_overtakes": asked.max_overtakes}
+    chosen: dict[str, Any] = {
+        "max_num_seqs": asked.max_num_seqs,
+        "max_overtakes": asked.max_overtakes,
+    }
     if asked.hardware is not None and asked.max_num_seqs is None:
         chosen["max_num_seqs"] = min(SERVER_SEQS, asked.budget)
     config = EngineConfig(

@@ -59,7 +59,8 @@ class Signal(NamedTuple):
         growths = np.where(ends > starts, np.asarray(growths, dtype=float), 0.0)
         times, places = np.unique(np.concatenate((starts, ends)), return_inverse=True)
         changes = np.bincount(places, np.concatenate((heights, -heights)), minlength=len(times))
-        missing = np.bincount(places[: len(starts)], growths, minlength=len(times))
+        missing = np.zeros(len(times))
+        np.add.at(missing, places[: len(starts)], growths)
         return cls(times, np.cumsum(changes), missing)
 
     def means(self, edges: Floats) -> Floats:

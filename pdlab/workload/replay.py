@@ -73,9 +73,9 @@ def replay(
     """Submit each request when it is due, and step until all have ended.
 
     A request that comes during a step is submitted after it, and counts from when it came. One that
-    is impossible, or that the engine refuses, ends with reason `error` and stops no other. Ctrl-C
-    aborts the replay's requests and is raised again, as ReplayInterrupted with what was served; the
-    engine and its trace stay good.
+    is impossible, or that the engine or its policy refuses, ends with reason `error` and stops no
+    other. Ctrl-C aborts the replay's requests and is raised again, as ReplayInterrupted with what
+    was served; the engine and its trace stay good.
 
     Args:
         engine: with nothing to do, on a KV memory of its own. What it did before is no part of the

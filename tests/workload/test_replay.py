@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from pdlab import Engine, EngineConfig, SamplingParams, Trace
+from pdlab.engine.policies import Policy, QueueView
+from pdlab.engine.sequence import Sequence
 from pdlab.workload.arrivals import ClosedLoop, OpenLoop
 from pdlab.workload.export import to_json
 from pdlab.workload.replay import Progress, Prompts, ReplayInterrupted, replay
@@ -361,6 +363,31 @@ def test_ctrl_c_ends_no_request_of_others() -> None:
         while engine.step():
             pass
         assert engine.collect(others[0]).finish_reason == "length"
+
+
+class PickyAtOnce(Policy):
+    """Has no rank for long prompts, which shows when one is submitted."""
+
+    changes = False
+
+    def rank(self, sequence: Sequence, view: QueueView) -> float:
+        return 1 / (sequence.num_prompt_tokens < 10)
+
+
+class PickyLater(PickyAtOnce):
+    """The same, which shows when the queue is looked at."""
+
+    changes = True
+
+
+@pytest.mark.parametrize("policy", [PickyAtOnce(), PickyLater()])
+def test_who_has_no_rank_fails_alone(policy: Policy) -> None:
+    asked = [TraceRequest(0, 6, 2), TraceRequest(0, 20, 2), TraceRequest(0, 7, 2)]
+    with engine_of(replace(CONFIG, policy=policy)) as engine:
+        run = serve(engine, asked)
+        assert not engine.requests
+    assert [r.finish_reason for r in run.requests] == ["length", "error", "length"]
+    assert "rank" in run.requests[1].error
 
 
 def test_priorities_reach_the_scheduler() -> None:
