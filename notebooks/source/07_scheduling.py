@@ -14,7 +14,8 @@
 # send two hundred users to a machine in a blink, find the load at which everything falls apart, and
 # write a policy of your own.
 #
-# *About 75 minutes. Before this: [01 Prefill](01_prefill.ipynb), [02 Decode](02_decode.ipynb).*
+# *About 75 minutes. Before this: [01 Prefill](01_prefill.ipynb), [02 Decode](02_decode.ipynb), and
+# for the part on the prefix cache [03 Paged KV](03_paged_kv.ipynb).*
 
 # %%
 import pdlab
@@ -24,8 +25,7 @@ from pdlab import workbench as wb
 guess = wb.Predictions()
 wb.glossary(
     "scheduler", "static batching", "continuous batching", "chunked prefill", "token budget",
-    "head-of-line blocking", "scheduling policy", "starvation", "TTFT", "ITL", "TPOT",
-    "percentile", "SLO", "goodput", "saturation", "open loop", "closed loop", "Little's law",
+    "head-of-line blocking", "TTFT", "ITL",
 )  # fmt: skip
 
 # %%
@@ -43,7 +43,7 @@ from pdlab.workbench import scheduling_experiments as lab
 
 pace = lab.pace(model)
 step_s = pace.decode_step_s(4)
-print(f"a decode step of four chats: {step_s * 1e3:.0f} ms   measured")
+print(f"a decode step of four chats: {step_s * 1e3:.0f} ms   measured, after a run to warm up")
 scene = lab.scene(step_s)
 for role, r in zip(scene.roles, scene.requests, strict=True):
     print(
@@ -53,15 +53,16 @@ for role, r in zip(scene.roles, scene.requests, strict=True):
 
 # %% [markdown]
 # (The times of arrival are counted in decode steps, so that the story is the same on a slow
-# machine. Prompts are random tokens: only time is looked at here.) Four plans, half a minute in
-# all:
+# machine. Prompts are random tokens: only time is looked at here.) Four plans, one after the other:
 #
 # * **static**: those that wait when nothing runs are the batch, and nobody joins until all of it
 #   has finished. So servers did it before Orca (2022).
 # * **prefill first**: a step holds prompts *or* decodes, and prompts go first.
-# * **decode first**: the same, but decodes go first (for 16 steps in a row at most).
+# * **decode first**: the same, but decodes go first (for 6 steps in a row at most: the engine's
+#   `max_phase_steps`, which is 16 unless it is told otherwise).
 # * **mixed**: a step holds all decodes, and beside them a **chunk** of a prompt, as long as there
-#   is **budget**: here 64 tokens a step.
+#   is **budget**: here 64 tokens a step. (The other three have the usual 2,048, so the whole
+#   document fits into one step of theirs.)
 
 # %%
 guess.predict(
@@ -81,7 +82,9 @@ guess.predict(
 plans = {
     "static": EngineConfig(num_blocks=128, batching="static"),
     "prefill first": EngineConfig(num_blocks=128, batching="prefill_first"),
-    "decode first": EngineConfig(num_blocks=128, batching="decode_first"),
+    "decode first": EngineConfig(
+        num_blocks=128, batching="decode_first", max_phase_steps=lab.PHASE_STEPS
+    ),
     "mixed, budget 64": EngineConfig(num_blocks=128, max_num_batched_tokens=64),
 }
 played = lab.play(model, scene.requests, plans)
@@ -100,25 +103,29 @@ for name, o in outcomes.items():
         f"{name:22} {o.question_ttft_s:7.2f} {o.chat_gap_s:8.2f} {o.document_ttft_s:8.2f}"
         f" {o.done_s:7.2f} {o.num_steps:5}"
     )
-guess.compare("soonest", min(outcomes, key=lambda name: outcomes[name].question_ttft_s))
+soonest = sorted(outcomes, key=lambda name: outcomes[name].question_ttft_s)
+guess.compare("soonest", soonest[0], note=f"From first to last: {'; '.join(soonest)}.")
 guess.compare("gap", outcomes["prefill first"].chat_gap_s / step_s, "steps")
 
 # %% [markdown]
-# Read the picture row by row. A thin grey line waits, blue is prefill, orange is decode, and a thin
+# Read the picture row by row. A hollow bar waits, blue is prefill, orange is decode, and a thin
 # dark line **stalls**: it is in the middle of its answer, and steps go by without it.
 #
 # * *Static* never disturbs a chat, and everybody else waits for the last of them to end.
-# * *Prefill first* lets the new ones in at once. The chats pay: no token for as long as the whole
-#   document takes.
-# * *Decode first* is polite to the chats until its 16 steps are over. Then they stall just as long.
+# * *Prefill first* takes the document as soon as the step under way is over. The chats pay: no
+#   token for as long as the whole document takes, and then the questions, which came meanwhile and
+#   are prompts, too.
+# * *Decode first* is polite to the chats until its 6 steps are over. Then they stall as well, for
+#   the document and the questions together.
 # * *Mixed* never stalls anybody: each chat gets a token in every step, though steps that carry a
 #   chunk are longer. Nothing is for free: look how long the document takes, and the questions
 #   behind it.
 #
-# The questions wait *longer* under the modern plan than under prefill first. Each is tiny, but the
-# document came before, and with a budget of 64 there is no room beside its chunks. This is
-# **head-of-line blocking**: the long one in front holds up all who stand behind it, and cutting it
-# into chunks makes it stay in front for longer.
+# Compare the questions under *mixed* and *prefill first*. Each of them is tiny, but the document
+# came before, and with a budget of 64 there is no room beside its chunks. This is **head-of-line
+# blocking**: the long one in front holds up all who stand behind it, and cutting it into chunks
+# makes it stay in front for longer. On a quiet machine the modern plan is the worse one for them.
+# (These are single runs: one step that your machine took twice as long for is in them, too.)
 #
 # ### The cure
 #
@@ -154,17 +161,21 @@ print(
     f"document:         {before.document_ttft_s:.2f} s, with the cure {after.document_ttft_s:.2f} s"
 )
 print(f"all done:         {before.done_s:.2f} s, with the cure {after.done_s:.2f} s   measured")
+print(f"steps:            {before.num_steps}, with the cure {after.num_steps}   counted")
 guess.compare("cure", before.question_ttft_s / after.question_ttft_s, "times")
 
 # %% [markdown]
-# The questions hardly notice the document any more. Who paid? The document: its chunks are half as
-# large, so it needs twice as many steps. Is it fair that one reader waits longer, so that three
-# others have their answers? That is no question for an engine. It is what the knobs are for.
+# The questions pass the document by. Who paid? The document: its chunks are half as large, so it
+# needs twice as many steps. Nobody else does: the same tokens are computed, and most of the steps
+# of the chats would have been there anyway, with or without a chunk in them; so the end comes at
+# much the same time. Is it fair that one reader waits longer, so that three others have their
+# answers? That is no question for an engine. It is what the knobs are for.
 #
 # Look at the runs by hand: choose a plan, point at a bar or at a step.
 
 # %%
-wb.Gantt({name: each.run for name, each in played.items()}, run="mixed, chunks of 32")
+by_role = {name: lab.named(each.run, scene.labels) for name, each in played.items()}
+wb.Gantt(by_role, run="mixed, chunks of 32")
 
 # %% [markdown]
 # ## 2. A machine made of numbers
@@ -176,6 +187,7 @@ wb.Gantt({name: each.run for name, each in played.items()}, run="mixed, chunks o
 # step time = base + a cost for each prompt token, each query-key pair, each decode, each token of
 # context
 #
+# (A query-key pair is one product of attention: a new token looks at itself and at each before it.)
 # The costs are fitted to steps that were measured. Is that good enough? To be honest about it, each
 # of the five runs is predicted from the steps of the *others*: the formula has never seen the run
 # that it is compared with.
@@ -185,11 +197,21 @@ predicted = lab.predict_each({"pace": pace} | played, scene, plans)
 wb.show(pictures.predicted_against_measured(predicted))
 
 # %% [markdown]
-# Where it is off, ask for the reason. A product of matrices does not get slower smoothly but in
-# jumps, and the formula is a straight line through them. The longest gap is the time of a *single*
-# step, and nothing averages out over one step. Your machine does other things, too: a measured run
-# carries the noise of its own minute. (`pdlab bench scheduling` does this comparison with care,
-# over longer runs.) One run beside its twin:
+# Where it is off, ask for the reason. There are four:
+#
+# * Your machine does other things, too: a measured run carries the noise of its own minute.
+# * The longest gap is the time of a *single* step, and nothing averages out over one step.
+# * A product of matrices does not get slower smoothly but in jumps, and the formula is a straight
+#   line through them.
+# * The scheduler decides between steps. A request that comes just before the end of a step is in
+#   the next one; a blink later, it is in the one after that, which may be a document later. Where
+#   the simulated steps are a little shorter than the real ones, such a decision may fall on the
+#   other side, and then one request is far off, or a gap moves to another place, though each step
+#   was predicted well.
+#
+# If most marks are outside the grey band, the machine was busy: run this page again from `pace` on
+# when it is quiet. (`pdlab bench scheduling` does this comparison with care, over longer runs.) One
+# run beside its twin:
 
 # %%
 name = "mixed, budget 64"
@@ -197,9 +219,19 @@ twins = {"measured": played[name].run, "simulated": predicted[name].run}
 wb.show(pictures.lanes(twins, scene.labels, f"{name}: on the engine, and in the simulator"))
 
 # %% [markdown]
-# From here on the formula is fitted to all steps that your machine has shown us, and "what if"
-# costs a few milliseconds. What if, in our scene, the shortest job went first (`policy="sjf"`),
-# instead of smaller chunks?
+# From here on simulations rest on one formula, fitted to all steps that your machine has shown us.
+# All that follows can only be as good as this fit, so its errors come first; if they are large,
+# step times that were recorded on another machine take its place.
+
+# %%
+ground = lab.ground({"pace": pace} | played, predicted)
+times = ground.times
+print(ground.line)
+print(f"step times: {times.basis}")
+
+# %% [markdown]
+# Now "what if" costs a few milliseconds. What if, in our scene, the shortest job went first
+# (`policy="sjf"`), instead of smaller chunks?
 
 # %%
 guess.predict(
@@ -209,28 +241,37 @@ guess.predict(
 )
 
 # %%
-from time import perf_counter
-
 from pdlab.workload.simulation import simulate
 
-times = lab.fitted({"pace": pace} | played)
+again, small = lab.scene_for(times), {"num_blocks": 128, "max_num_batched_tokens": 64}
+what_if = {
+    "budget 64, fcfs": (again, EngineConfig(**small)),
+    "budget 64, sjf": (again, EngineConfig(**small, policy="sjf")),
+    "budget 64, chunks of 32": (again, EngineConfig(**small, chunk_size=32)),
+    "budget 64, no document": (lab.without_document(again), EngineConfig(**small)),
+    "budget 2,048": (again, EngineConfig(num_blocks=128)),
+}
 waits = {}
-start_s = perf_counter()
-for policy in ("fcfs", "sjf"):
-    config = EngineConfig(num_blocks=128, max_num_batched_tokens=64, policy=policy)
-    outcome = lab.Outcome.of(simulate(scene.requests, config, times), scene.roles)
-    waits[policy] = outcome.question_ttft_s
-    print(f"{policy:5} slowest question: {waits[policy]:.2f} s   simulated")
-print(f"both simulations took {(perf_counter() - start_s) * 1e3:.0f} ms   measured")
-change = waits["sjf"] / waits["fcfs"]
+print("mixed                     slowest question   gap of a chat   simulated")
+for name, (each, config) in what_if.items():
+    o = lab.Outcome.of(simulate(each.requests, config, times), each.roles)
+    waits[name] = o.question_ttft_s
+    print(f"{name:24} {o.question_ttft_s:15.2f} s {o.chat_gap_s:13.2f} s")
+change = waits["budget 64, sjf"] / waits["budget 64, fcfs"]
 answer = "longer" if change > 1.1 else "just as long" if change > 0.9 else "far less than with fcfs"
 guess.compare("sjf", answer, kind="simulated")
 
 # %% [markdown]
-# A **policy** orders those who *wait*. The document did not wait: when it came, a seat was free,
-# and it was let in at once. Who is in keeps its turn. So batching mode, budget and chunk size
-# decide about those who are inside, and the policy about the door. It begins to matter when there
-# is a queue, and for that we need more users.
+# Two lines to note. Without the document the questions would wait less still: the cure is not
+# complete. And a mixed step with a budget of 2,048 takes the whole document at once, so the chats
+# wait for it as they do under *prefill first*. It is not the mixing that spares them, it is the
+# budget.
+#
+# And `sjf`? A **policy** orders those who *wait*. The document did not wait: an engine has
+# **seats**, so many sequences may run at once (`max_num_seqs`, 32 by default). When the document
+# came, a seat was free, and it was let in at once. Who is in keeps its turn. So batching mode,
+# budget and chunk size decide about those who are inside, and the policy about the door. It begins
+# to matter when there is a queue, and for that we need more users.
 #
 # ## 3. Two hundred users
 #
@@ -241,7 +282,14 @@ guess.compare("sjf", answer, kind="simulated")
 # What is *good*? Users feel the time to the first token and the pace after it. A **service level
 # objective** (SLO) sets a limit for each, and **goodput** counts only the requests that keep both.
 # Such limits should come from users. Ours come from your machine, so that this page tells the same
-# story everywhere: thrice what a document of 800 tokens takes alone, and thrice a decode step.
+# story everywhere: thrice what a document of 800 tokens takes alone, and thrice a decode step of 8
+# chats. (On two cores of a CPU this is slow. What counts is what happens at such limits.)
+
+# %%
+wb.glossary(
+    "TPOT", "percentile", "SLO", "goodput", "saturation", "open loop", "closed loop",
+    "Little's law", "scheduling policy", "starvation",
+)  # fmt: skip
 
 # %%
 from pdlab.workload import WORKLOADS
@@ -250,20 +298,23 @@ seats = {"num_blocks": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 256}
 slo = lab.limits(times)
 mixed = WORKLOADS["mixed"]
 most = lab.saturation_rps(mixed(200, 1.0), EngineConfig(**seats), times)
-print(f"limits: first token within {slo.ttft_s:.1f} s, {slo.tpot_s * 1e3:.0f} ms a token after it")
+print(f"limits: first token within {slo.ttft_s:.1f} s, then {slo.tpot_s * 1e3:.0f} ms a token:")
+print("three times a document, and a decode step of 8 chats, by the step times above   simulated")
 print(f"all 200 at once, mixed batching: {most:.2f} requests a second get through   simulated")
 guess.predict(
     "Mixed batching: up to which part of that rate do 9 of 10 requests meet both limits?",
-    ["about half", "70 to 80 %", "nearly all of it"],
+    ["less than half", "half to 80 %", "nearly all of it"],
     key="knee",
 )
 
 # %%
+from time import perf_counter
+
 modes = {
     name: EngineConfig(**seats, batching=name)
     for name in ("static", "prefill_first", "decode_first", "mixed")
 }
-rates = [most * part for part in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 1.0)]
+rates = [most * part for part in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)]
 start_s = perf_counter()
 sweep = lab.load_sweep(lambda rate: mixed(200, rate), rates, modes, times, slo)
 print(f"{len(rates) * len(modes) * 200:,} requests simulated in {perf_counter() - start_s:.1f} s")
@@ -273,16 +324,29 @@ wb.show(pictures.load_curves(sweep, slo))
 for name, loads in sweep.items():
     best = lab.best_rate(loads)
     print(f"{name:14} 9 of 10 in time up to {best:.2f} requests/s, {best / most:.0%} of saturation")
-part = lab.best_rate(sweep["mixed"]) / most
-answer = "about half" if part < 0.65 else "70 to 80 %" if part < 0.88 else "nearly all of it"
-guess.compare("knee", answer, kind="simulated")
 
 # %% [markdown]
-# The curves are flat, and then they are not. At the **knee** nothing breaks: a step takes as long
-# as ever. But requests come in clusters, and the nearer the load is to saturation, the longer the
-# queue of one cluster is still there when the next one comes. So a server is run at some part of
-# what it could do, and a good scheduler makes that part larger: the four modes compute the very
-# same tokens on the very same machine.
+# How much of this is the luck of these 200 requests? Mixed batching again, with others:
+
+# %%
+knees = sorted(
+    lab.knee(lambda rate, seed=seed: mixed(200, rate, seed), rates[3:], modes["mixed"], times, slo)
+    / most
+    for seed in range(5)
+)
+print("9 of 10 in time up to", ", ".join(f"{part:.0%}" for part in knees), "of saturation")
+middle = knees[2]
+answer = "less than half" if middle < 0.49 else "half to 80 %"
+answer = answer if middle < 0.81 else "nearly all of it"
+guess.compare("knee", answer, kind="simulated", note="The one in the middle of five.")
+
+# %% [markdown]
+# Each curve is low up to some rate, and then it climbs: its **knee**. At the knee nothing breaks,
+# and no step is out of the ordinary: 8 sequences and 256 tokens are the most there can be in one.
+# But requests come in clusters, and the nearer the load is to saturation, the longer the queue of
+# one cluster is still there when the next one comes. So a server is run at some part of what it
+# could do, and how large that part is depends on the scheduler: the four modes compute the very
+# same tokens on the very same machine, and have their knees at different rates.
 #
 # ### The mean says nothing
 #
@@ -293,16 +357,17 @@ busy = lab.best_rate(sweep["mixed"]) or rates[0]
 runs = {name: simulate(mixed(200, busy), config, times) for name, config in modes.items()}
 from pdlab.workload.report import summarize
 
-print("TTFT in s       mean   p50   p90   p99   simulated")
+print("TTFT in s       mean   p50   p90   p99   within 25 % of the mean   simulated")
 for name, run in runs.items():
     t = summarize(run).ttft_s
-    print(f"{name:14} {t.mean:5.1f} {t.p50:5.1f} {t.p90:5.1f} {t.p99:5.1f}")
+    near = lab.share_near_mean(run)
+    print(f"{name:14} {t.mean:5.1f} {t.p50:5.1f} {t.p90:5.1f} {t.p99:5.1f} {near:8.0%} of requests")
 
 # %% [markdown]
-# Nobody waits the mean. Most requests are short and quick, and a few wait many times as long, so
-# the mean lies where hardly anybody is. And a user who sends ten requests meets the slowest tenth
-# with a chance of two in three (1 - 0.9^10). This is why servers are judged by p99. Move the
-# limits, and see which part of all requests is within:
+# Look at *mixed*. Most requests are short and quick, and a few wait many times as long, so the mean
+# lies where few are. And a user who sends 70 requests meets the slowest hundredth with a chance of
+# one in two (1 - 0.99^70). This is why servers are judged by p99. Move the limits, and see which
+# part of all requests is within:
 
 # %%
 wb.LatencyView(runs, slo=slo)
@@ -336,26 +401,29 @@ for name, run in runs.items():
 # %%
 mix_of_200 = mixed(200, most)
 config = EngineConfig(**seats)
-print("                     requests/s   TTFT p50    p99   in time   simulated")
+print("                     requests/s  queue p99   TTFT p50    p99   in time   simulated")
 for clients in (4, 8, 16):
     s = lab.closed_loop(mix_of_200, clients, config, times, slo)
     print(
-        f"closed, {clients:2} clients   {s.requests_per_s:9.2f} {s.ttft_s.p50:9.1f} s"
+        f"closed, {clients:2} clients   {s.requests_per_s:9.2f} {s.queue_s.p99:8.1f} s"
+        f" {s.ttft_s.p50:9.1f} s"
         f" {s.ttft_s.p99:5.1f} s {s.attainment:6.0%}"
     )
 for part in (0.8, 1.0, 1.2):
     s = summarize(simulate(mixed(200, part * most), config, times), slo)
     print(
-        f"open, {part * most:.2f}/s come   {s.requests_per_s:10.2f} {s.ttft_s.p50:9.1f} s"
+        f"open, {part * most:.2f}/s come   {s.requests_per_s:10.2f} {s.queue_s.p99:8.1f} s"
+        f" {s.ttft_s.p50:9.1f} s"
         f" {s.ttft_s.p99:5.1f} s {s.attainment:6.0%}"
     )
 
 # %% [markdown]
-# With 8 clients for 8 seats the machine gives all it can, and nobody ever waits: it looks perfect.
-# The same rate from real users is a disaster, and the queue would go on growing if there were more
-# than 200 of them. Schroeder et al. (2006, *Open versus closed: a cautionary tale*) warn of exactly
-# this. Little's law says it in one line: in a closed loop, L is fixed, so a longer W can only lower
-# λ.
+# With 8 clients for 8 seats the machine gives all it can, and nobody ever waits for a seat (what
+# waiting there is, is for the budget: a document's chunk fills a step). Compare its median with
+# that of the same rate from users who come when they like: there it is a disaster, and the queue
+# would go on growing if there were more than 200 of them. Schroeder et al. (2006, *Open versus
+# closed: a cautionary tale*) warn of exactly this. Little's law says it in one line: in a closed
+# loop, L is fixed, so a longer W can only lower λ.
 #
 # ## 4. Who is next?
 #
@@ -363,43 +431,50 @@ for part in (0.8, 1.0, 1.2):
 #
 # * `fcfs`: first come, first served.
 # * `sjf`: the shortest prompt first. (How long the *answer* will be, nobody knows.)
-# * `priority`: the lower number first, with ageing. Here chats have 0 and documents 1.
+# * `priority`: the lower number first, with **ageing**: who waits becomes more urgent with time, so
+#   that nobody waits for ever. Here chats have 0 and documents 1, and it takes two TTFT limits to
+#   make up for one level.
 # * `deadline`: whose TTFT limit is nearest; those who missed it go last.
 # * `longest_prefix`: who finds most in the prefix cache.
 
 # %%
 guess.predict(
-    "At 90 % of saturation: which policy gets most requests in time?",
-    ["fcfs", "sjf", "priority", "deadline"],
+    "At 90 % of saturation, from fcfs to sjf: the share of requests in time",
+    ["falls", "stays the same within 5 points", "rises"],
     key="winner",
 )
 
 # %%
 guess.predict(
-    "And under which one does the slowest document wait longest?",
-    ["fcfs", "sjf", "priority", "deadline"],
+    "And the slowest document waits so many times as long under sjf as under fcfs",
     key="payer",
+    unit="times",
 )
 
 # %%
-from pdlab.engine.policies import Deadline
+from pdlab.engine.policies import Deadline, Priority
 
-policies = {p: p for p in ("fcfs", "sjf", "priority")} | {"deadline": Deadline(slo.ttft_s)}
+policies = {"fcfs": "fcfs", "sjf": "sjf"}
+policies |= {"priority": Priority(2 * slo.ttft_s), "deadline": Deadline(slo.ttft_s)}
 crowd = mixed(300, 0.9 * most)
 served = lab.under_policies(crowd, policies, EngineConfig(**seats), times, slo)
 wb.show(pictures.policy_ranges(served, slo))
-guess.compare("winner", max(served, key=lambda p: served[p].attainment), kind="simulated")
-guess.compare("payer", max(served, key=lambda p: served[p].documents.max), kind="simulated")
+points = 100 * (served["sjf"].attainment - served["fcfs"].attainment)
+answer = "rises" if points > 5 else "falls" if points < -5 else "stays the same within 5 points"
+guess.compare("winner", answer, kind="simulated", note=f"By {points:.0f} points.")
+longer = served["sjf"].documents.max / served["fcfs"].documents.max
+guess.compare("payer", longer, "times", kind="simulated")
 
 # %% [markdown]
 # The work is the same under each of them; only the order differs. *First come, first served* is
-# fair, and at this load that means: everybody is late. *Shortest first* empties the queue of the
-# many small ones while a few large ones wait, and the typical chat no longer notices the load. The
-# documents pay, and the unlucky ones pay dearly. *Deadline* gives up on those who are lost, which
-# sounds cruel and is the point: time that goes to a request that is late already makes the next one
-# late, too. (See its p99: who is given up waits till the rush is over.) And *priority* helps less
-# than you may have thought: it ages, so a document that has waited for 10 s stands level with a
-# chat that has just come. Now **overload**, when more comes than can ever be served in time:
+# fair, and at this load that means: whoever comes with the crowd is late, a chat as much as a
+# document. *Shortest first* empties the queue of the many small ones while a few large ones wait.
+# The documents pay, and the unlucky ones pay dearly. *Deadline* gives up on those who are lost,
+# which sounds cruel and is the point: time that goes to a request that is late already makes the
+# next one late, too. (See its p99: who is given up waits till the rush is over, chat or document.)
+# And *priority* helps less than you may have thought: it ages, so a document that has waited for
+# two TTFT limits stands level with a chat that has just come. Now **overload**, when more comes
+# than can ever be served in time:
 
 # %%
 print("in time             fcfs    sjf  priority  deadline   simulated")
@@ -411,22 +486,24 @@ for part in (0.7, 0.9, 1.1, 1.4):
 # %% [markdown]
 # Past saturation somebody must lose, and the policies differ in whom they let lose: with `fcfs`
 # nearly everybody, with `deadline` those who are late, with `sjf` those who are expensive. To give
-# up one expensive request saves several cheap ones. No order makes the machine faster.
+# up one expensive request saves several cheap ones. No order makes the machine faster. (And all of
+# this is for 300 requests: a longer rush makes a longer queue.)
 #
 # ### Starvation, and a bound
 #
 # If short ones keep coming, a long one might wait for ever. The engine bounds the wait under
 # *every* policy, also under one of yours: `max_overtakes` is how many later requests may be let in
-# before one that waits. Then the oldest is next, whatever the policy says.
+# before one that waits. Then the oldest is next, whatever the policy says. It is 1,000 by default,
+# more than all our 300 requests, so the tables above were without a bound.
 
 # %%
 print("sjf, 20 % more than can be served   simulated")
 rush = mixed(300, 1.2 * most)
-for overtakes in (1_000_000, 100, 30, 10):
+for overtakes in (1000, 100, 30, 10):
     config = EngineConfig(**seats, max_overtakes=overtakes)
     each = lab.under_policies(rush, {"sjf": "sjf"}, config, times, slo)["sjf"]
     print(
-        f"max_overtakes {overtakes:9,}: chats p50 {each.chats.p50:5.1f} s, documents at most"
+        f"max_overtakes {overtakes:5,}: chats p50 {each.chats.p50:5.1f} s, documents at most"
         f" {each.documents.max:5.0f} s, in time {each.attainment:.0%}"
     )
 
@@ -449,25 +526,26 @@ from pdlab.workload import find_trace, read_trace, scaled
 
 trace = read_trace(find_trace("mooncake-conv-like"))
 talks = scaled(trace, prompt=1 / 32, output=1 / 8, max_len=1500, num_requests=300)
-small = EngineConfig(**seats | {"num_blocks": 256})
-limit = lab.saturation_rps(talks, small, times)
-talks = [
-    replace(r, arrival_s=r.arrival_s * len(talks) / talks[-1].arrival_s / limit / 1.3)
-    for r in talks
-]
-for name, each in lab.under_policies(
-    talks, {p: p for p in ("fcfs", "longest_prefix")}, small, times, slo
-).items():
-    print(
-        f"{name:15} {each.cached_share:.0%} of prompt tokens found in the cache;"
-        f" TTFT p50 {each.chats.p50:.0f} s, p99 {each.chats.p99:.0f} s   simulated"
-    )
+little = EngineConfig(**seats | {"num_blocks": 256})
+limit = lab.saturation_rps(talks, little, times)
+own_rps = len(talks) / talks[-1].arrival_s
+orders = {p: p for p in ("fcfs", "longest_prefix")}
+print("load   policy           found in the cache   TTFT p50     p99   simulated")
+for part in (0.6, 1.3):
+    slower = own_rps / (part * limit)
+    some = [replace(r, arrival_s=r.arrival_s * slower) for r in talks]
+    for name, each in lab.under_policies(some, orders, little, times, slo).items():
+        print(
+            f"{part:4.0%}   {name:15} {each.cached_share:8.1%} of tokens"
+            f" {each.chats.p50:12.1f} s {each.chats.p99:6.1f} s"
+        )
 
 # %% [markdown]
 # In a long queue there is often somebody whose beginning is still in memory, and to take him now,
-# before it is evicted, spares its computation. With a short queue there is no choice, and the
-# policy changes nothing. (At 130 % of saturation all wait long; what counts here is the part that
-# was not computed.)
+# before its blocks are needed for others and it is evicted (lesson 03), spares its computation.
+# With a short queue there is hardly a choice, and the policy changes little. At 130 % of saturation
+# all wait long. Look at the first column: what is found need not be computed. Who gains is another
+# matter: those who share nothing with anybody are passed over, so the typical wait may even grow.
 #
 # Now try it all: every change simulates 200 requests anew.
 
@@ -479,40 +557,34 @@ wb.PolicyLab(model, step_times=times, slo=slo)
 #
 # ### "Continuous batching gives x times the throughput"
 #
-# Static batches lose when one sequence is done and its seat stays empty. First for real: 12
-# requests at once, 8 seats, and answers of 4 to 32 tokens.
+# Static batches lose when one sequence is done and its seat stays empty. 200 short prompts, all
+# there from the beginning, 8 seats, and answers of different lengths:
 
 # %%
 guess.predict(
-    "Twelve answers of 4 to 32 tokens: mixed batching is so many times as fast as static",
+    "Answers of 4 to 44 tokens, all as likely: mixed is so many times as fast as static batching",
     key="speedup",
     unit="times",
 )
 
 # %%
-lengths = [32, 4, 8, 6, 24, 4, 12, 8, 28, 6, 4, 16]
-two = {
-    name: EngineConfig(num_blocks=128, max_num_seqs=8, batching=name)
-    for name in ("static", "mixed")
-}
-bursts = lab.play(model, lab.burst(lengths), two)
-real = lab.Speedup(bursts["static"].run, bursts["mixed"].run)
-print(
-    f"static {real.static.duration_s:.1f} s, mixed {real.continuous.duration_s:.1f} s;"
-    f" {real.step_ratio:.2f} times as many steps   measured"
-)
-guess.compare("speedup", real.ratio, "times")
-
-# %%
 from pdlab.workload import Between, Fixed, LogNormal
 
-for name, outputs in (
-    ("all answers have 24 tokens", Fixed(24)),
-    ("4 to 44 tokens, all as likely", Between(4, 44)),
-    ("most are short, some very long", LogNormal(12, 60, most=200)),
-):
-    each = lab.simulated_speedup(outputs, EngineConfig(**seats), times)
-    print(f"{name:31} {each.ratio:.2f} times the throughput   simulated")
+answers = {
+    "all answers have 24 tokens": Fixed(24),
+    "4 to 44 tokens, all as likely": Between(4, 44),
+    "most are short, some very long": LogNormal(12, 60, most=200),
+}
+gains = {
+    name: lab.simulated_speedup(lengths, EngineConfig(**seats), times)
+    for name, lengths in answers.items()
+}
+for name, each in gains.items():
+    print(
+        f"{name:31} {each.ratio:.2f} times as fast; static takes {each.step_ratio:.2f} times"
+        " as many steps   simulated"
+    )
+guess.compare("speedup", gains["4 to 44 tokens, all as likely"].ratio, "times", kind="simulated")
 
 # %% [markdown]
 # The steps that are saved are emptier than those that stay, and an emptier step takes less time: so
@@ -534,28 +606,40 @@ guess.predict(
 
 # %%
 budgets = [16, 32, 64, 128, 256, 512, 2048]
-points = lab.budget_sweep(mixed(200, 0.7 * most), budgets, EngineConfig(**seats), times, slo)
-wb.show(pictures.budget_curves(points, slo))
+gap_s = slo.tpot_s  # the limit on the mean gap, now for every single one
+half = mixed(200, 0.5 * most)
+points = lab.budget_sweep(half, budgets, EngineConfig(**seats), times, slo, gap_s)
+wb.show(pictures.budget_curves(points, slo.ttft_s, gap_s))
+print("budget                ", "".join(f"{p.budget:7}" for p in points), "  simulated")
+print("all at once, in s     ", "".join(f"{p.all_at_once_s:7.0f}" for p in points))
+print("in time by TTFT, TPOT ", "".join(f"{p.summary.attainment:7.0%}" for p in points))
+print("by TTFT and every gap ", "".join(f"{p.kept.both:7.0%}" for p in points))
 change = points[1].all_at_once_s / points[-1].all_at_once_s
 answer = "falls" if change < 0.95 else "rises" if change > 1.05 else "stays the same within 5 %"
 guess.compare("chunks", answer, kind="simulated", note=f"To be exact: {change:.2f} times.")
 
 # %% [markdown]
-# It is a trade. A smaller budget makes the long gaps shorter, because no step is ever long; but a
-# document needs more steps, each of which has its base cost, so first tokens come later, and below
-# some budget prompts come faster than they can be chunked: the queue grows without end. Between the
-# two is a broad valley. Nor does chunking raise what the machine can do: on the right, no small
-# budget beats a large one. What it raises is how much can be served *within a limit on gaps*, and
-# this is what Sarathi-Serve reports: 2.6 to 5.6 times the *capacity* within latency limits, against
-# engines that stall (published). (On a GPU, a step that only decodes leaves most of the arithmetic
-# idle, so a chunk beside it is nearly free up to some size. On a CPU that size is small.)
+# It is a trade, and the panel on the right has both its sides. A smaller budget makes the long gaps
+# shorter, because no step is ever long; but a document needs more steps, each of which has its base
+# cost, so first tokens come later, and below some budget prompts come faster than they can be
+# chunked: the queue grows without end. Between the two is a budget that serves most.
+#
+# Look at the last two lines of the table, too. TPOT is the *mean* of a request's gaps: a stall
+# hides behind many quick tokens, and a large budget is never punished. Only a limit on the gaps
+# themselves sees what chunks are for.
+#
+# Nor does chunking raise what the machine can do: see the first line. What it raises is how much
+# can be served *within a limit on gaps*, and this is what Sarathi-Serve reports: capacity within
+# latency limits, 2.6 times that of vLLM for one model, up to 3.7 and 5.6 times for larger ones
+# (published). (On a GPU, a step that only decodes leaves most of the arithmetic idle, so a chunk
+# beside it is nearly free up to some size. On a CPU that size is small.)
 #
 # ## 6. A machine you do not have
 #
-# Step times can also come from a paper. DistServe (Zhong et al. 2024) published fits for OPT-13B on
-# one A100 of 80 GB, and `azure-conv-like` has the statistics of a public trace of conversations
-# (Azure 2023), here cut to the model's 2,048 tokens. Everything below is **simulated on published
-# fits**.
+# Step times can also come from others. The simulator of DistServe (Zhong et al. 2024) has fits for
+# OPT-13B on one A100 of 80 GB, and `azure-conv-like` has the statistics of a public trace of
+# conversations (Azure 2023), here cut to the model's 2,048 tokens. Everything below is **simulated
+# on published fits**.
 
 # %%
 from pdlab.costmodel import published
@@ -569,47 +653,55 @@ chats = scaled(azure, max_len=2047, rate=0.4, num_requests=300)
 promise = SLO(ttft_s=1.0, tpot_s=0.05)
 print(f"{len(chats) / chats[-1].arrival_s:.1f} requests a second")
 guess.predict(
-    "Which token budget gets most requests within TTFT 1 s and 50 ms a token?",
-    ["128", "256 to 512", "2048"],
+    "With which token budget do most have a first token in 1 s and no gap above 100 ms?",
+    ["128", "256 to 512", "1024 or 2048"],
     key="budget",
 )
 
 # %%
 gpu = EngineConfig(**knobs, max_num_seqs=128)
-points = lab.budget_sweep(chats, [128, 256, 512, 1024, 2048], gpu, a100, promise)
-wb.show(pictures.budget_curves(points, promise))
+points = lab.budget_sweep(chats, [128, 256, 512, 1024, 2048], gpu, a100, promise, gap_s=0.1)
+wb.show(pictures.budget_curves(points, promise.ttft_s, 0.1))
 for p in points:
     s = p.summary
     print(
-        f"budget {p.budget:5}: {s.attainment:.0%} in time, goodput {s.goodput_per_s:.2f}/s,"
-        f" ITL p99 {s.itl_s.p99 * 1e3:.0f} ms   simulated"
+        f"budget {p.budget:5}: {s.attainment:.0%} within TTFT and TPOT, {p.kept.both:.0%} within"
+        f" TTFT and every gap, ITL p99 {s.itl_s.p99 * 1e3:.0f} ms   simulated"
     )
-best = max(points, key=lambda p: p.summary.attainment).budget
-answer = "128" if best < 256 else "256 to 512" if best <= 512 else "2048"
+best = max(points, key=lambda p: p.kept.both).budget
+answer = "128" if best < 256 else "256 to 512" if best <= 512 else "1024 or 2048"
 guess.compare("budget", answer, kind="simulated", note=f"To be exact: {best}.")
 
 # %% [markdown]
-# Look at both columns. Above some 256 tokens the share in time hardly changes, while the longest
-# gaps grow with every doubling: TPOT is the *mean* of a request's gaps, and a stall of a quarter of
-# a second hides behind two hundred quick tokens. An SLO that cannot see what users complain about
-# is met by accident. Below 256, prompts do not get through fast enough, and TTFT goes.
+# Look at both shares. Above some 256 tokens the one within TTFT and TPOT hardly changes, while the
+# longest gaps grow with every doubling, and the share without a long gap collapses: a stall of a
+# quarter of a second hides behind two hundred quick tokens. An SLO that cannot see what users
+# complain about is met by accident. Below 256, prompts do not get through fast enough, and TTFT
+# goes.
 #
 # And the four modes, on that machine?
 
 # %%
-print("                in time  TTFT p99   ITL p99   simulated on published fits")
+print("                in time  TTFT kept  TPOT kept  TTFT p99   ITL p99   simulated")
 for name in modes:
-    s = summarize(
-        simulate(chats, replace(gpu, batching=name, max_num_batched_tokens=512), a100), promise
+    config = replace(gpu, batching=name, max_num_batched_tokens=512)
+    run = simulate(chats, config, a100)
+    s = summarize(run, promise)
+    only = [SLO(promise.ttft_s, 1e9), SLO(1e9, promise.tpot_s)]
+    first, pace_kept = (summarize(run, each).attainment for each in only)
+    print(
+        f"{name:14} {s.attainment:7.0%} {first:9.0%} {pace_kept:10.0%} {s.ttft_s.p99:8.1f} s"
+        f" {s.itl_s.p99 * 1e3:6.0f} ms"
     )
-    print(f"{name:14} {s.attainment:6.0%} {s.ttft_s.p99:8.1f} s {s.itl_s.p99 * 1e3:7.0f} ms")
 
 # %% [markdown]
-# (*Decode first* lets in one step of prompts for sixteen of decodes, and that is less than comes:
-# its queue only grows.) What is not modelled: DistServe measured prefill and decode apart, so a
-# *mixed* step is composed by us (the prefill's time, and what the decodes add beyond an empty
-# step), and nobody measured it; no host work between steps, network, or tokenizer; no prefix cache;
-# outputs have the trace's lengths. Take the shapes of the curves, not their third digit.
+# *Prefill first* and *decode first* miss opposite halves of the promise: the one has first tokens
+# in time and lets the pace go, the other keeps the pace of the few it lets in. (*Decode first* has
+# one step of prompts for sixteen of decodes, and that is less than comes: its queue only grows.)
+# What is not modelled: DistServe measured prefill and decode apart, so a *mixed* step is composed
+# by us (the prefill's time, and what the decodes add beyond an empty step), and nobody measured it;
+# no host work between steps, network, or tokenizer; no prefix cache; outputs have the trace's
+# lengths. Take the shapes of the curves, not their third digit.
 #
 # ## Exercises
 #
@@ -619,7 +711,9 @@ for name in modes:
 # **1. A policy.** At 90 % of saturation, the median chat waits too long, and `sjf` lets documents
 # wait for a minute. Write a rank (the lowest goes first) with which the median TTFT of chats is at
 # most 0.7 times that of `fcfs`, while the p99 of documents is at most twice that of `fcfs`. You may
-# look at `sequence.num_prompt_tokens`, `sequence.arrival_s` (in seconds) and `view.now_s`.
+# look at `sequence.num_prompt_tokens`, `sequence.priority` (a document has 1, a chat 0),
+# `sequence.arrival_s` (in seconds) and `view.now_s`. (`view.now_s - sequence.arrival_s` is 0 for
+# who has just come: do not divide by it.)
 
 
 # %%
@@ -664,8 +758,8 @@ def policy_check():
 # </details>
 
 # %% [markdown]
-# **2. Two knobs.** In our scene, on the recorded machine: the slowest question within 0.6 s, no gap
-# of a chat longer than 0.3 s, and the document within 2.5 s. Return `(max_num_batched_tokens,
+# **2. Two knobs.** In our scene, on the recorded machine: the slowest question within 0.65 s, no
+# gap of a chat longer than 0.34 s, and the document within 2.6 s. Return `(max_num_batched_tokens,
 # chunk_size)`.
 
 
@@ -681,15 +775,18 @@ def two_knobs():
 def two_knobs_check():
     from pdlab.workbench import scheduling_experiments as lab
 
-    budget, chunk_size = two_knobs()
+    knobs = two_knobs()
+    is_pair = isinstance(knobs, tuple | list) and len(knobs) == 2
+    assert is_pair, f"return two numbers, not {knobs!r}"
+    budget, chunk_size = knobs
     outcome = lab.recorded_outcome(budget, chunk_size)
     for what, seconds, most in (
-        ("the slowest question waits", outcome.question_ttft_s, 0.6),
-        ("the longest gap of a chat is", outcome.chat_gap_s, 0.3),
-        ("the document waits", outcome.document_ttft_s, 2.5),
+        ("the slowest question waits", outcome.question_ttft_s, 0.65),
+        ("the longest gap of a chat is", outcome.chat_gap_s, 0.34),
+        ("the document waits", outcome.document_ttft_s, 2.6),
     ):
-        print(f"{what} {seconds:.2f} s   simulated")
-        assert seconds <= most, f"{what} {seconds:.2f} s, more than {most} s"
+        print(f"{what} {seconds:.3f} s   simulated")
+        assert seconds <= most, f"{what} {seconds:.3f} s, more than {most} s"
 
 
 # %% [markdown]
@@ -728,11 +825,12 @@ def capacity_check():
     from pdlab.workbench import scheduling_experiments as lab
 
     round_times = SimpleNamespace(base_s=0.05, rows_s=0.03, decode_s=0.005, prompt_token_s=0.002)
-    yours = capacity(round_times, 100, 20, 4)
-    hint = (
-        "20 tokens at a quarter of 0.1 s each, and 100 at 0.002 s: 0.7 s a request, 1.43 a second"
-    )
-    assert abs(yours - 1 / 0.7) < 0.01, f"{hint}; you returned {yours}"
+    for prompt, output, seats, request_s in ((100, 20, 4, 0.7), (50, 30, 2, 1.45)):
+        yours = capacity(round_times, prompt, output, seats)
+        step_s = 0.08 + 0.005 * seats
+        hint = f"{output} tokens, each 1/{seats} of {step_s:.2f} s, and {prompt} of 0.002 s"
+        hint += f": {request_s} s a request, {1 / request_s:.2f} a second"
+        assert abs(yours - 1 / request_s) < 0.01, f"{hint}; you returned {yours}"
     prompt, output, simulated = lab.recorded_saturation(seats=4)
     yours = capacity(lab.RECORDED, prompt, output, 4)
     print(f"short chat, 4 seats: yours {yours:.2f}, simulated {simulated:.2f} requests a second")
@@ -751,8 +849,8 @@ def capacity_check():
 # ```
 #
 # Seats share the base cost of a step, and nobody shares a prompt token. (The simulated one is
-# lower: contexts have a cost too, and seats are empty for a moment now and then.) Expect the knee
-# at some 80 % of it.
+# lower: contexts have a cost too, and seats are empty for a moment now and then.) The knee comes
+# well before it.
 #
 # </details>
 

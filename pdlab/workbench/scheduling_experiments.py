@@ -27,7 +27,7 @@ from pdlab.workload import (
     poisson,
 )
 from pdlab.workload.replay import replay
-from pdlab.workload.report import Distribution, Summary, latencies, summarize
+from pdlab.workload.report import Distribution, Summary, latencies, latency_samples, summarize
 from pdlab.workload.serving import SLO, ServedRequest, ServingRun
 from pdlab.workload.simulation import simulate
 from pdlab.workload.step_shapes import Sample, samples_of
@@ -52,8 +52,16 @@ RECORDED = LinearStepTimes(
 
 CHAT, DOCUMENT, QUESTION = "chat", "document", "question"
 CHATS = 4
-DOCUMENT_AFTER = 8
+CHAT_TOKENS = 32
+"""To be written for each chat, so many that they last: see `PHASE_STEPS`."""
+DOCUMENT_AFTER = 6
 """Decode steps from the beginning to the long document."""
+QUESTIONS_AFTER = (8.0, 8.5, 9.0)
+"""To the short questions: later than a step that is under way when the document comes, and sooner
+than the document's own step is over, if it is computed in one."""
+PHASE_STEPS = 6
+"""Of decodes in a row, for `decode_first`: so few that they are over long before the chats are,
+even where decode steps are only half as long as the scene takes them to be."""
 
 
 class Scene(NamedTuple):
@@ -80,13 +88,42 @@ def scene(step_s: float) -> Scene:
             that the story is the same on a slow machine and on a fast one.
     """
     require_number("step_s", step_s, 1e-6, 1e6)
-    chats = [TraceRequest(0.0, 40, 24) for _ in range(CHATS)]
+    chats = [TraceRequest(0.0, 40, CHAT_TOKENS) for _ in range(CHATS)]
     document = TraceRequest(DOCUMENT_AFTER * step_s, 600, 8)
     questions = [
-        TraceRequest((DOCUMENT_AFTER + i) * step_s, 24, num_output)
-        for i, num_output in ((1, 6), (2, 8), (3, 10))
+        TraceRequest(after * step_s, 24, num_output)
+        for after, num_output in zip(QUESTIONS_AFTER, (6, 8, 10), strict=True)
     ]
     return Scene([*chats, document, *questions], [CHAT] * CHATS + [DOCUMENT] + [QUESTION] * 3)
+
+
+def scene_for(times: StepTimes) -> Scene:
+    """The scene on a machine that is known by its step times alone."""
+    return scene(times.step_s(StepShape(0, 0, 0, CHATS, CHATS * 50, 50)))
+
+
+def without_document(the_scene: Scene) -> Scene:
+    """The chats and the questions alone."""
+    kept = [pair for pair in zip(*the_scene, strict=True) if pair[1] != DOCUMENT]
+    return Scene([request for request, _ in kept], [role for _, role in kept])
+
+
+def named(run: ServingRun, labels: Sequence[str]) -> ServingRun:
+    """The run with its requests called by these names, in order of arrival."""
+    new = {r.request_id: name for r, name in zip(run.requests, labels, strict=True)}
+    return replace(
+        run,
+        requests=[replace(r, request_id=new[r.request_id]) for r in run.requests],
+        steps=[
+            replace(
+                step,
+                decodes=[new[i] for i in step.decodes],
+                prompts={new[i]: n for i, n in step.prompts.items()},
+                preempted=[new[i] for i in step.preempted],
+            )
+            for step in run.steps
+        ],
+    )
 
 
 class Played(NamedTuple):
@@ -115,8 +152,13 @@ def serve(model: Model, requests: Sequence[TraceRequest], config: EngineConfig) 
 
 
 def pace(model: Model) -> Played:
-    """The four chats alone; they end one after the other, so that smaller batches are seen, too."""
-    chats = [TraceRequest(0.0, 40, num_output) for num_output in (8, 10, 12, 14)]
+    """The four chats alone; they end one after the other, so that smaller batches are seen, too.
+
+    They are served twice: the first time is for a machine that has just woken up, and is thrown
+    away.
+    """
+    chats = [TraceRequest(0.0, 40, num_output) for num_output in (12, 14, 16, 18)]
+    serve(model, chats, EngineConfig(num_blocks=128))
     return serve(model, chats, EngineConfig(num_blocks=128))
 
 
@@ -134,7 +176,8 @@ class Outcome(NamedTuple):
     """Of the question that waited longest."""
     chat_gap_s: float
     """The longest gap between two tokens of a chat."""
-    document_ttft_s: float
+    document_ttft_s: float | None
+    """None where there is no document."""
     done_s: float
     num_steps: int
 
@@ -147,7 +190,7 @@ class Outcome(NamedTuple):
         return cls(
             question_ttft_s=max(_ttft_s(r) for r in by_role[QUESTION]),
             chat_gap_s=max(max(r.metrics.itl_s) for r in by_role[CHAT]),
-            document_ttft_s=_ttft_s(by_role[DOCUMENT][0]),
+            document_ttft_s=_ttft_s(by_role[DOCUMENT][0]) if DOCUMENT in by_role else None,
             done_s=run.duration_s,
             num_steps=sum(step.num_steps for step in run.steps),
         )
@@ -202,6 +245,38 @@ def predict_each(
     return found
 
 
+MEDIAN_ERROR, TOTAL_ERROR = 0.15, 0.2
+"""Most that a fit to this machine may be off to be used: a step, and a whole run."""
+
+
+class Ground(NamedTuple):
+    """The step times that the simulations rest on."""
+
+    times: LinearStepTimes
+    line: str
+    """How good the fit to this machine is, and so whether it is used."""
+    is_own: bool
+    """Whether they are of this machine."""
+
+
+def ground(played: Mapping[str, Played], predicted: Mapping[str, Prediction]) -> Ground:
+    """Step times fitted to all runs, if they are good enough; else `RECORDED`.
+
+    Good enough: half of all steps are within `MEDIAN_ERROR` of the fit, and each whole run was
+    predicted from the steps of the others to within `TOTAL_ERROR`.
+    """
+    fit = fitted(played)
+    total = max(abs(each.ratios()["done_s"] - 1) for each in predicted.values())
+    line = (
+        f"fit to {fit.num_samples} steps of this machine: half of them within"
+        f" {fit.median_error:.0%}, all within {fit.worst_error:.0%}; whole runs within {total:.0%}"
+    )
+    if fit.median_error <= MEDIAN_ERROR and total <= TOTAL_ERROR:
+        return Ground(fit, f"{line}. Good enough: used from here on.", True)
+    line += f". Too poor (limits {MEDIAN_ERROR:.0%} and {TOTAL_ERROR:.0%}): from here on"
+    return Ground(RECORDED, f"{line} step times {RECORDED.basis}, another machine.", False)
+
+
 # --- many users ----------------------------------------------------------------------------------
 
 Traffic = Callable[[float], list[TraceRequest]]
@@ -231,6 +306,11 @@ def saturation_rps(
     return len(requests) / simulate(all_at_once(requests), config, times).duration_s
 
 
+def _require_some(name: str, values: Sequence[object] | Mapping[str, object]) -> None:
+    if not values:
+        raise ValueError(f"{name} is empty: it needs at least 1")
+
+
 class Load(NamedTuple):
     """What came of a workload at one rate."""
 
@@ -245,7 +325,13 @@ def load_sweep(
     times: StepTimes,
     slo: SLO,
 ) -> dict[str, list[Load]]:
-    """Every plan at every rate, with the same requests."""
+    """Every plan at every rate, with the same requests.
+
+    Raises:
+        ValueError: there is no rate, or no plan.
+    """
+    _require_some("rates_rps", rates_rps)
+    _require_some("plans", plans)
     workloads = {rate: traffic(rate) for rate in rates_rps}
     return {
         name: [
@@ -267,6 +353,31 @@ def best_rate(loads: Sequence[Load], attainment: float = 0.9) -> float:
             break
         best = load.rate_rps
     return best
+
+
+def knee(
+    traffic: Traffic,
+    rates_rps: Sequence[float],
+    config: EngineConfig,
+    times: StepTimes,
+    slo: SLO,
+    attainment: float = 0.9,
+) -> float:
+    """What `best_rate` is of such a sweep, without the rates behind the first miss."""
+    best = 0.0
+    for rate in sorted(rates_rps):
+        summary = summarize(simulate(traffic(rate), config, times), slo)
+        if (summary.attainment or 0.0) < attainment:
+            break
+        best = rate
+    return best
+
+
+def share_near_mean(run: ServingRun, within: float = 0.25) -> float:
+    """Share of requests whose TTFT is that near the mean."""
+    ttfts_s = latency_samples(run.requests)["ttft_s"]
+    mean_s = float(ttfts_s.mean())
+    return float(np.mean(np.abs(ttfts_s - mean_s) <= within * mean_s))
 
 
 @dataclass(frozen=True)
@@ -409,11 +520,29 @@ def simulated_speedup(
     return Speedup(*runs)
 
 
+class Kept(NamedTuple):
+    """Shares of all requests that keep a promise which knows no mean."""
+
+    first_token: float
+    """First token in time."""
+    gaps: float
+    """No gap between two tokens over the limit."""
+    both: float
+
+    @classmethod
+    def of(cls, run: ServingRun, ttft_s: float, gap_s: float) -> Kept:
+        soon = [(r.metrics.ttft_s or 0.0) <= ttft_s and not r.error for r in run.requests]
+        even = [max(r.metrics.itl_s, default=0.0) <= gap_s and not r.error for r in run.requests]
+        both = [a and b for a, b in zip(soon, even, strict=True)]
+        return cls(*(float(np.mean(each)) for each in (soon, even, both)))
+
+
 class Budget(NamedTuple):
     """A workload under one token budget."""
 
     budget: int
     summary: Summary
+    kept: Kept
     all_at_once_s: float
     """How long the same requests take when all are there from the beginning: 1 / throughput."""
 
@@ -424,14 +553,22 @@ def budget_sweep(
     config: EngineConfig,
     times: StepTimes,
     slo: SLO,
+    gap_s: float,
 ) -> list[Budget]:
-    """The same requests, with another token budget each time."""
+    """The same requests, with another token budget each time.
+
+    Args:
+        slo: its limit on pace is on a request's mean gap.
+        gap_s: limit for each single gap.
+    """
+    _require_some("budgets", budgets)
     found = []
     for budget in budgets:
         own = replace(config, max_num_batched_tokens=budget)
         run = simulate(requests, own, times)
         whole = simulate(all_at_once(requests), own, times)
-        found.append(Budget(budget, summarize(run, slo), whole.duration_s))
+        kept = Kept.of(run, slo.ttft_s, gap_s)
+        found.append(Budget(budget, summarize(run, slo), kept, whole.duration_s))
     return found
 
 
@@ -456,9 +593,8 @@ def under_recorded(requests: Sequence[TraceRequest], policy: str | Policy) -> Se
 
 def recorded_outcome(budget: int, chunk_size: int | None) -> Outcome:
     """The scene on the recorded machine, in mixed steps."""
-    step_s = RECORDED.step_s(StepShape(0, 0, 0, CHATS, CHATS * 50, 50))
     config = EngineConfig(num_blocks=128, max_num_batched_tokens=budget, chunk_size=chunk_size)
-    the_scene = scene(step_s)
+    the_scene = scene_for(RECORDED)
     return Outcome.of(simulate(the_scene.requests, config, RECORDED), the_scene.roles)
 
 

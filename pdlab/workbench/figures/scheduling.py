@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from pdlab.workbench.figures.serving import BARS, DASHES, sources
 from pdlab.workbench.figures.style import INK, milliseconds, styled
 from pdlab.workbench.gantt_data import KINDS, gantt_data
-from pdlab.workbench.palette import run_color
+from pdlab.workbench.palette import MEANING, run_color
 from pdlab.workload.serving import SLO, ServingRun
 
 if TYPE_CHECKING:
@@ -21,6 +22,13 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "
 SECONDS = [step * 10.0**power for power in range(-3, 4) for step in (1, 2, 5)]
 """Ticks of a logarithmic axis of seconds."""
 FEW_SECONDS = [step * 10.0**power for power in range(-3, 4) for step in (1, 3)]
+LANES = BARS | {
+    "waiting": {
+        "width": 0.36,
+        "marker": {"color": INK.surface, "line": {"color": MEANING["waiting"], "width": 1.2}},
+    }
+}
+"""As in the Gantt chart, but who waits is an outline: the line of a stall is as thin as there."""
 TOLERANCE = 0.15
 """Half the width of the band around agreement."""
 
@@ -83,7 +91,7 @@ def _add_spans(
         hovertemplate="%{y} " + kind + ", %{customdata} tokens, %{x:.4g} s<extra></extra>",
         row=row,
         col=1,
-        **BARS[kind],
+        **LANES[kind],
     )
 
 
@@ -117,31 +125,35 @@ def load_curves(sweep: Mapping[str, Sequence[Load]], slo: SLO) -> go.Figure:
     return _name_panels(styled(figure, title, source, height=420))
 
 
-def budget_curves(points: Sequence[Budget], slo: SLO) -> go.Figure:
-    """Gaps, first tokens and throughput against the token budget of a step."""
+def budget_curves(points: Sequence[Budget], ttft_s: float, gap_s: float) -> go.Figure:
+    """Gaps, first tokens, and who keeps a limit for each, against the token budget of a step."""
     _require_some("points", points)
-    names = ("gap between tokens (ITL)", "TTFT", "seconds, if all come at 0")
+    names = ("gap between tokens (ITL)", "TTFT", "% of requests within")
     figure = make_subplots(rows=1, cols=3, horizontal_spacing=0.1, subplot_titles=names)
     budgets = [str(point.budget) for point in points]
     summaries = [point.summary for point in points]
+    kept = [point.kept for point in points]
     lines = (
         ("p50", 0, [s.itl_s.p50 for s in summaries], 1),
         ("p99", 1, [s.itl_s.p99 for s in summaries], 1),
         ("p50", 0, [s.ttft_s.p50 for s in summaries], 2),
         ("p99", 1, [s.ttft_s.p99 for s in summaries], 2),
-        ("all at once", 2, [point.all_at_once_s for point in points], 3),
+        ("limit on the first token", 2, [100 * k.first_token for k in kept], 3),
+        ("limit on every gap", 3, [100 * k.gaps for k in kept], 3),
+        ("both", 4, [100 * k.both for k in kept], 3),
     )
     for name, i, values, col in lines:
         _line(figure, name, i, budgets, values, col, shown=col != 2)
-    figure.update_xaxes(title_text="token budget", type="category", tickangle=-45)
-    for col in (1, 2):
+    figure.update_xaxes(title_text="token budget", type="category", tickangle=0)
+    figure.update_xaxes(tickfont={"size": 12})
+    for col, limit_s in ((1, gap_s), (2, ttft_s)):
         _log_seconds(figure, col)
-    _limit(figure, slo.tpot_s, 1)
-    _limit(figure, slo.ttft_s, 2)
-    figure.update_yaxes(rangemode="tozero", col=3)
-    gaps = {f"a budget of {b}": s.itl_s.p99 or 0.0 for b, s in zip(budgets, summaries, strict=True)}
-    title = f"99 of 100 gaps are shorter than: {_extremes(gaps, milliseconds)}"
-    source = f"{_basis(summaries[0])}; limits (dashed): {_slo(slo)}"
+        _limit(figure, limit_s, col)
+    figure.update_yaxes(range=[-3, 103], col=3)
+    shares = {f"a budget of {p.budget}": 100 * p.kept.both for p in points}
+    title = f"Within both limits: {_extremes(shares, lambda v: f'{v:.0f} %')}"
+    limits = f"TTFT {milliseconds(ttft_s)}, each gap {milliseconds(gap_s)}"
+    source = f"{_basis(summaries[0])}; limits (dashed): {limits}"
     return _name_panels(styled(figure, title, source, height=420))
 
 
@@ -186,19 +198,23 @@ def predicted_against_measured(found: Mapping[str, Prediction]) -> go.Figure:
         x0=1 - TOLERANCE, x1=1 + TOLERANCE, fillcolor=INK.grid, line_width=0, layer="below"
     )
     figure.add_vline(x=1, line={"color": INK.text, "width": 1.5}, layer="below")
+    rows = np.arange(len(found))
     for i, (name, label) in enumerate(names.items()):
         figure.add_scatter(
             name=label,
             x=[each.ratios()[name] for each in found.values()],
-            y=list(found),
+            y=rows + 0.17 * (i - 1.5),  # a line of its own for each, so that none hides another
             mode="markers",
-            marker={"symbol": SYMBOLS[i], "size": 14, "color": run_color(i), "opacity": 0.9},
-            hovertemplate="%{y}, " + label + ": %{x:.2f}<extra></extra>",
+            marker={"symbol": SYMBOLS[i], "size": 13, "color": run_color(i), "opacity": 0.9},
+            text=list(found),
+            hovertemplate="%{text}, " + label + ": %{x:.2f}<extra></extra>",
         )
     ratios = [ratio for each in found.values() for ratio in each.ratios().values()]
     near = sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios)
     figure.update_xaxes(title_text=f"simulated / measured (grey: 1 ± {TOLERANCE})")
-    figure.update_yaxes(autorange="reversed", type="category")
+    figure.update_yaxes(
+        range=[len(found) - 0.5, -0.5], tickvals=rows, ticktext=list(found), showgrid=False
+    )
     title = f"{near} of {len(ratios)} times simulated to within {TOLERANCE:.0%}"
     source = f"simulated: {next(iter(found.values())).run.basis}"
     return styled(figure, title, source, height=440, horizontal=True)
