@@ -4,7 +4,7 @@ const [WAITING, PREFILL, DECODE, STALLED, PREEMPTED] = [0, 1, 2, 3, 4];
 const KIND_NAMES = ["waits", "prefill", "decode", "stalled: others run", "preempted"];
 const MIX_NAMES = ["prefill", "decode", "mixed"];
 const MIX_COLORS = ["prefill", "decode", "transfer"];
-const BOX = { left: 68, right: 26, top: 8, gap: 40, strip: 104, bottom: 34 };
+const BOX = { left: 92, right: 26, top: 8, gap: 40, strip: 104, bottom: 34 };
 const ENDS = { stop: "finished", length: "finished", abort: "aborted", error: "refused", refused: "refused", running: "still running" };
 const LEAST_TICK = 5; // pixels between two tokens from which on they are drawn apart
 
@@ -70,7 +70,6 @@ class Gantt {
     const most = (key) => Math.max(...this.runs.map((r) => r[key]));
     this.extent = [Math.min(...this.runs.map((r) => (r.rows.length ? r.start_s : Infinity)), most("end_s")), Math.max(most("end_s"), 1e-6)];
     this.count = Math.max(1, ...this.runs.map((r) => r.rows.length));
-    this.mostTokens = Math.max(1, most("most_tokens"));
     const choose = (run) => h("button", { type: "button", "data-run": run.name, onclick: () => this.shift(run.name) }, [run.name]);
     clear(this.tabs, ...(this.runs.length > 1 ? this.runs.map(choose) : []));
     this.root.toggleAttribute("data-empty", this.runs.every((r) => !r.rows.length));
@@ -134,6 +133,11 @@ class Gantt {
   get range() {
     const view = this.model.get("view");
     return view.length === 2 ? view : this.extent;
+  }
+
+  /** The top of the panel of steps: of the run shown, so that small budgets can be read, too. */
+  get mostTokens() {
+    return Math.max(1, this.run.most_tokens);
   }
 
   axes() {
@@ -408,7 +412,7 @@ function times(row) {
 }
 
 const hatch = (id) => `<pattern id="${id}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="2.6" height="6" fill="var(--pd-preempted)"/></pattern>`;
-const shorten = (text) => (text.length > 8 ? `${text.slice(0, 7)}…` : text);
+const shorten = (text) => (text.length > 10 ? `${text.slice(0, 9)}…` : text);
 const escapeText = (t) => t.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
 
 /** 1, 2 or 5 times a power of ten, at least so long. */
