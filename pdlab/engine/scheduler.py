@@ -18,7 +18,7 @@ from pdlab.engine.output import FinishReason
 from pdlab.engine.policies import Policy, PolicyError, QueueView, as_policy
 from pdlab.engine.sequence import Sequence, SequenceState
 from pdlab.engine.waiting import WaitingQueue
-from pdlab.kvcache import Hits, KVManager
+from pdlab.kvcache import Hits, KVManager, blocks_for
 from pdlab.trace import Phase
 
 
@@ -207,6 +207,7 @@ class Scheduler:
 
         The budget is enough: it has a token for each seat. One that was preempted has no slot.
         """
+        self._to_join.clear()  # a static batch is complete once it decodes
         for sequence in self._awake(SequenceState.RUNNING):
             if self.kv.has_slot(sequence):
                 start, cached = sequence.num_computed_tokens, sequence.num_cached_tokens
@@ -240,11 +241,11 @@ class Scheduler:
 
     def _makes_wait(self, batch: ScheduledBatch) -> bool:
         """Whether the phase that goes first has this step, and the other one has work."""
-        prefilling = SequenceState.PREFILLING
-        holds_prompts = any(part.sequence.state is prefilling for part in batch.scheduled)
+        states = [part.sequence.state for part in batch.scheduled]
         if self.batching == "prefill_first":
-            return holds_prompts and bool(self._awake(SequenceState.RUNNING))
-        if self.batching == "decode_first" and not holds_prompts:
+            running = SequenceState.RUNNING
+            return len(self._awake(running)) > states.count(running)
+        if self.batching == "decode_first" and SequenceState.PREFILLING not in states:
             waits = bool(self._awake(SequenceState.PREFILLING))
             return waits or any(not s.paused for s in self.waiting)
         return False
@@ -270,9 +271,10 @@ class Scheduler:
                 freed += self.kv.drop_unseen(sequence)
             if part.forks:
                 self._seat(part.forks, behind=sequence)
-            for drawer in part.drawers:
-                drawer.token_ids += sampled[drawer.sequence_id]
-                drawer.state = SequenceState.RUNNING
+            if part.samples:
+                for drawer in (sequence, *part.forks):
+                    drawer.token_ids += sampled[drawer.sequence_id]
+                    drawer.state = SequenceState.RUNNING
         return freed
 
     def _seat(self, forks: list[Sequence], behind: Sequence) -> None:
@@ -299,7 +301,7 @@ class Scheduler:
             return 0
         if batch.made_wait:
             most = min(most, self.max_phase_steps - self._num_phase_steps)
-        while most > 0 and self._blocks_for(most) > self.kv.pool.num_free:
+        while most > 0 and not self._has_blocks_for(most):
             most //= 2
         return max(0, most)
 
@@ -310,9 +312,13 @@ class Scheduler:
         is_full = self.num_seats_taken >= self.max_num_seqs
         return batch.shut and (is_full or not self.policy.changes)  # the same one is next, then
 
-    def _blocks_for(self, num_steps: int) -> int:
-        """Blocks that those who run take in so many decode steps."""
-        return sum(self.kv.blocks_missing(s, num_steps) for s in self.running)
+    def _has_blocks_for(self, num_steps: int) -> bool:
+        """Whether there are blocks for so many decode steps of all who run."""
+        num_free = self.kv.pool.num_free
+        most = blocks_for(num_steps, self.kv.pool.block_size) + 1  # one more for a copy
+        if len(self.running) * most <= num_free:
+            return True
+        return sum(self.kv.blocks_missing(s, num_steps) for s in self.running) <= num_free
 
     def repeat(self, batch: ScheduledBatch, num_steps: int, token_id: int = 0) -> None:
         """Book `num_steps` further steps like `batch`; at most `num_repeats` are possible.
@@ -352,7 +358,6 @@ class Scheduler:
             found = self._next_with_room(batch, view)
             if found is None:
                 batch.shut = True
-                self._to_join.clear()
                 break
             sequence, hits = found
             if sequence.state is SequenceState.WAITING:

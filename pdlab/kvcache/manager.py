@@ -260,10 +260,11 @@ class KVManager:
 
     def register(self, holder: Holder) -> None:
         """Let others find the blocks that have become full."""
-        if not holder.uses_prefix_cache:
-            return
         size = self.pool.block_size
-        for i in range(len(holder.prefixes), holder.num_computed_tokens // size):
+        first, end = len(holder.prefixes), holder.num_computed_tokens // size
+        if first >= end or not holder.uses_prefix_cache:
+            return
+        for i in range(first, end):
             parent = holder.prefixes[-1] if holder.prefixes else None
             prefix = Prefix(parent, tuple(holder.token_ids[i * size : (i + 1) * size]))
             block = holder.block_table[i]

@@ -93,6 +93,8 @@ class Simulation:
         self.steps: list[StepSpan] = []
         self.now_s = 0.0
         self._jobs: dict[Sequence, Job] = {}
+        self._ended: list[Sequence] = []
+        """Those whose last token was sampled."""
         self._params: dict[int, SamplingParams] = {}
 
     def run(self) -> ServingRun:
@@ -105,9 +107,9 @@ class Simulation:
             assert batch.scheduled, "there is work, and nothing of it was scheduled"
             shape = shape_of(batch)
             self._step(batch, shape)
-            if self.leaps and not shape.num_prompts:
+            if self.leaps and not shape.num_prompts and not self._ended:
                 self._leap(batch, shape)
-            self._end(batch)
+            self._let_go()
         assert self.pool.num_free == self.pool.num_blocks, "blocks leaked"
         if not self.requests:
             raise ValueError("arrivals has no request left")
@@ -155,6 +157,8 @@ class Simulation:
             if part.samples:
                 metrics.token_times_s.append(self.now_s)
                 job.num_left -= 1
+                if not job.num_left:
+                    self._ended.append(part.sequence)
         self._note(start_s, decodes, prompts, [s.request_id for s in batch.preempted])
 
     def _pass_time(self, shape: StepShape) -> None:
@@ -165,9 +169,9 @@ class Simulation:
 
     def _leap(self, batch: ScheduledBatch, shape: StepShape) -> None:
         """The same decodes again, until somebody ends or comes, or blocks run out."""
-        jobs, next_s = [self._jobs[s] for s in self.scheduler.running], self.arrivals.next_s
-        num_steps = min(job.num_left for job in jobs)
-        num_steps = self.scheduler.num_repeats(batch, num_steps) if num_steps else 0
+        running, next_s = self.scheduler.running, self.arrivals.next_s
+        jobs = [self._jobs[sequence] for sequence in running]
+        num_steps = self.scheduler.num_repeats(batch, min([job.num_left for job in jobs]))
         start_s, times_s = self.now_s, list[float]()
         while len(times_s) < num_steps and (next_s is None or self.now_s < next_s):
             shape = one_later(shape)
@@ -179,6 +183,7 @@ class Simulation:
             for job in jobs:
                 job.served.metrics.token_times_s += times_s
                 job.num_left -= len(times_s)
+            self._ended += [s for s, job in zip(running, jobs, strict=True) if not job.num_left]
             self._note(start_s, self.steps[-1].decodes, {}, [])
             self.steps[-1].num_steps = len(times_s)
             self.steps[-1].num_grown_blocks = num_free - self.pool.num_free
@@ -249,13 +254,12 @@ class Simulation:
             self._params[max_tokens] = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         return self._params[max_tokens]
 
-    def _end(self, batch: ScheduledBatch) -> None:
-        """Let those go whose last token was sampled."""
-        for part in batch.scheduled:
-            if not self._jobs[part.sequence].num_left:
-                self.scheduler.finish(part.sequence, "length")
-                self._jobs.pop(part.sequence).served.finish_reason = "length"
-                self.arrivals.note_finished(self.now_s)
+    def _let_go(self) -> None:
+        for sequence in self._ended:
+            self.scheduler.finish(sequence, "length")
+            self._jobs.pop(sequence).served.finish_reason = "length"
+            self.arrivals.note_finished(self.now_s)
+        self._ended = []
 
 
 def one_later(shape: StepShape) -> StepShape:

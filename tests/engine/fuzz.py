@@ -269,7 +269,7 @@ def random_tokens(rng: random.Random, length: int) -> list[int]:
 
 
 def random_config(rng: random.Random) -> EngineConfig:
-    theme = rng.choice(["any", "any", "swapped windows", "small chunks"])
+    theme = rng.choice(["any", "any", "swapped windows", "small chunks", "static batches"])
     max_num_seqs, block_size = rng.randint(1, 5), rng.choice([1, 2, 3, 4, 8])
     chunk_size, more = rng.choice([None, 1, 2, 3, 5, 8]), rng.choice([0, 1, 3, 10, 100])
     window = rng.choice([1, 2, 5, 8, 12]) if rng.random() < 0.25 else None
@@ -282,6 +282,10 @@ def random_config(rng: random.Random) -> EngineConfig:
         max_num_seqs, block_size, pool = rng.randint(2, 5), rng.choice([1, 2, 3]), [12, 16, 20]
     elif theme == "small chunks":
         chunk_size, more, max_num_seqs = rng.choice([1, 2, 3]), rng.choice([0, 1, 3]), 4
+    batching = rng.choice([*BATCHING_MODES, "mixed", "mixed"])
+    policy = rng.choice([*POLICIES, Priority(ageing_s=1e9), LastCome()])
+    if theme == "static batches":  # that take several steps to gather
+        batching, policy, more, max_num_seqs = "static", LastCome(), rng.choice([0, 2]), 4
     return EngineConfig(
         block_size=block_size,
         num_blocks=max(rng.randint(1, 2), rng.choice(pool) // block_size),
@@ -296,8 +300,8 @@ def random_config(rng: random.Random) -> EngineConfig:
         window=window,
         sink_tokens=rng.choice([0, 0, 1, 3, 4]) if window else 0,
         heavy_tokens=heavy,
-        batching=rng.choice([*BATCHING_MODES, "mixed", "mixed"]),
-        policy=rng.choice([*POLICIES, Priority(ageing_s=1e9), LastCome()]),
+        batching=batching,
+        policy=policy,
         max_overtakes=rng.choice([0, 1, 2, 100]),
         max_phase_steps=rng.choice([1, 2, 5]),
         record_trace=False,

@@ -123,14 +123,6 @@ MUTANTS = [
         ('members = self._to_join if self.batching == "static" else None', "members = None"),
     ),
     mutant(
-        "a static batch that is full for now opens again",
-        SCHEDULER,
-        (
-            "                batch.shut = True\n                self._to_join.clear()\n",
-            "                batch.shut = True\n",
-        ),
-    ),
-    mutant(
         "steps of one phase hold both",
         SCHEDULER,
         ('if batch.scheduled and self.batching != "mixed":', "if False:"),
@@ -149,12 +141,9 @@ MUTANTS = [
         ),
     ),
     mutant(
-        "a prompt's last token of many does not count as a prompt",
+        "a static batch takes more after it has begun to decode",
         SCHEDULER,
-        (
-            "any(part.sequence.state is prefilling for part in batch.scheduled)",
-            'any(part.phase == "prefill" for part in batch.scheduled)',
-        ),
+        ("        self._to_join.clear()  # a", "        # a"),
     ),
     mutant(
         "the wait has no bound",
@@ -599,7 +588,7 @@ MUTANTS = [
     mutant(
         "a request that does not want the prefix cache leaves its blocks there",
         MANAGER,
-        ("        if not holder.uses_prefix_cache:\n            return\n", ""),
+        ("if first >= end or not holder.uses_prefix_cache:", "if first >= end:"),
     ),
     mutant(
         "params.prefix_cache is ignored",
@@ -613,8 +602,8 @@ MUTANTS = [
         "a block that is not full can be found",
         MANAGER,
         (
-            "range(len(holder.prefixes), holder.num_computed_tokens // size)",
-            "range(len(holder.prefixes), len(holder.token_ids) // size)",
+            "first, end = len(holder.prefixes), holder.num_computed_tokens // size",
+            "first, end = len(holder.prefixes), len(holder.token_ids) // size",
         ),
     ),
     mutant(
@@ -632,8 +621,8 @@ MUTANTS = [
         "nothing is ever remembered",
         MANAGER,
         (
-            "        size = self.pool.block_size\n        for i in range(len(holder.prefixes)",
-            "        return\n        for i in range(len(holder.prefixes)",
+            "if first >= end or not holder.uses_prefix_cache:",
+            "if True:",
         ),
     ),
     mutant(

@@ -197,7 +197,8 @@ class Desk:
         self.unrecorded_free = 0
         self.num_queries = 0
         self.num_turns = 0
-        self.to_join, self.has_decoded = 0, False  # of a static batch
+        self.members: set[str] = set()  # of a static batch
+        self.has_decoded = False
 
     def sequences(self) -> dict[str, Sequence]:
         scheduler = self.engine.scheduler
@@ -378,7 +379,7 @@ class Desk:
         assert not (prompts and set(decoding) & set(ran)), "a step of two phases"
         self.events["one_phase"] += 1
         self.has_decoded |= bool(set(decoding) & set(ran))
-        for name in awake:
+        for name in self.sequences():
             passed = self.said(name).told.passed
             passed[name] = passed.get(name, 0) + 1 if name in kept_waiting else 0
             self.events["kept_waiting"] += passed[name] > 0
@@ -390,11 +391,13 @@ class Desk:
         states = before.states
         runs = [i for i, state in states.items() if state not in WAITING]
         if all(self.is_paused(i) for i in runs):
-            self.to_join, self.has_decoded = len(states) - len(runs), False
-        self.to_join -= len(admitted)
-        is_closed = self.to_join < 0 or (admitted and self.has_decoded)
-        assert self.config.batching != "static" or not is_closed, "somebody joined a static batch"
+            self.members, self.has_decoded = set(states) - set(runs), False
         waiting = [i for i, state in states.items() if state in WAITING]
+        if self.config.batching == "static":
+            assert not (admitted and self.has_decoded), "somebody joined a static batch"
+            waiting = [
+                i for i in waiting if i in self.members or self.said(i).told.turn is not None
+            ]
         for name in sorted(admitted, key=self.turn):
             told = self.said(name).told
             awake = [self.said(i).told for i in waiting if not self.is_paused(i)]
@@ -404,9 +407,9 @@ class Desk:
             else:
                 self.check_choice(told, awake)
                 told.turn, self.num_turns = self.num_turns, self.num_turns + 1
-                for i in waiting:
-                    self.said(i).told.let_by(told, paused=self.is_paused(i))
-            waiting.remove(name)
+                for i in states.keys() - {name}:
+                    self.said(i).told.let_by(told, paused=self.is_paused(i) or i not in waiting)
+            waiting.remove(name)  # a latecomer is not in it
 
     def turn(self, sequence_id: str) -> float:
         """Of those who had one; the new come behind them."""

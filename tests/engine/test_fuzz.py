@@ -10,7 +10,7 @@ from tests.engine.mutants import MUTANTS, Mutant, planted
 
 RUNS = int(os.environ.get("PDLAB_FUZZ_RUNS", "2000"))
 PARTS = 8
-RUNS_FOR_A_MUTANT = 1000  # most need less than 50
+RUNS_FOR_A_MUTANT = 1500  # most need less than 50
 
 
 @pytest.mark.parametrize("part", range(PARTS))
