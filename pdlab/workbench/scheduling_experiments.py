@@ -12,7 +12,7 @@ import numpy as np
 from pdlab.costmodel import LinearStepTimes, StepShape, StepTimes, fit_step_times
 from pdlab.costmodel.cost import causal_pairs
 from pdlab.engine import Engine, EngineConfig
-from pdlab.engine.policies import Policy, QueueView, Rank
+from pdlab.engine.policies import Policy, PolicyError, QueueView, Rank
 from pdlab.engine.sequence import Sequence as EngineSequence
 from pdlab.models import Model
 from pdlab.requirements import require_int, require_number
@@ -585,10 +585,16 @@ def recorded_crowd(num_requests: int = 300) -> list[TraceRequest]:
 
 
 def under_recorded(requests: Sequence[TraceRequest], policy: str | Policy) -> Served:
-    """Requests under a policy on the recorded machine."""
-    name = str(policy)
-    policies = {name: policy}
-    return under_policies(requests, policies, RECORDED_SEATS, RECORDED, limits(RECORDED))[name]
+    """Requests under a policy on the recorded machine.
+
+    Raises:
+        Exception: whatever the policy raised, as it was.
+    """
+    slo = limits(RECORDED)
+    try:
+        return under_policies(requests, {"": policy}, RECORDED_SEATS, RECORDED, slo)[""]
+    except PolicyError as error:
+        raise (error.__cause__ or error) from None
 
 
 def recorded_outcome(budget: int, chunk_size: int | None) -> Outcome:

@@ -361,6 +361,14 @@ def test_the_policies_that_the_engine_has_solve_only_half_of_the_exercise() -> N
     assert sjf.documents.p99 > 2 * fcfs.documents.p99
 
 
+def test_what_a_policy_of_an_exercise_raises_comes_out_as_it_was() -> None:
+    def open_exercise(sequence: object, view: object) -> float:
+        raise NotImplementedError("your code here")
+
+    with pytest.raises(NotImplementedError, match="your code here"):
+        lab.under_recorded(lab.recorded_crowd(8), lab.OwnPolicy("yours", open_exercise))
+
+
 @pytest.mark.parametrize(
     ("budget", "chunk_size", "fits"),
     [
@@ -435,7 +443,7 @@ def test_sweeps_are_drawn_with_their_limits_and_their_source() -> None:
         assert dashed
     shares = [100 * point.kept.both for point in budgets]
     drawn = pictures.budget_curves(budgets, slo.ttft_s, 0.4).data
-    assert shares in [list(line.y) for line in drawn if line.name == "both"]
+    assert shares in [list(line.y) for line in drawn if line.name == "both limits"]
     goodput = [load.summary.goodput_per_s for load in sweep["m"]]
     assert goodput in [list(line.y) for line in pictures.load_curves(sweep, slo).data]
     gaps = [point.summary.itl_s.p99 for point in budgets]

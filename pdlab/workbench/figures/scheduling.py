@@ -138,14 +138,19 @@ def budget_curves(points: Sequence[Budget], ttft_s: float, gap_s: float) -> go.F
         ("p99", 1, [s.itl_s.p99 for s in summaries], 1),
         ("p50", 0, [s.ttft_s.p50 for s in summaries], 2),
         ("p99", 1, [s.ttft_s.p99 for s in summaries], 2),
+        ("both limits", 4, [100 * k.both for k in kept], 3),
         ("limit on the first token", 2, [100 * k.first_token for k in kept], 3),
         ("limit on every gap", 3, [100 * k.gaps for k in kept], 3),
-        ("both", 4, [100 * k.both for k in kept], 3),
     )
     for name, i, values, col in lines:
         _line(figure, name, i, budgets, values, col, shown=col != 2)
-    figure.update_xaxes(title_text="token budget", type="category", tickangle=0)
-    figure.update_xaxes(tickfont={"size": 12})
+    # below the other two, one of which it follows
+    broad = {"line": {"width": 9, "dash": "solid"}, "opacity": 0.45}
+    figure.update_traces(broad, selector={"name": "both limits"})
+    every = 1 + (len(budgets) - 1) // 5  # as many as there is room for, side by side
+    figure.update_xaxes(
+        title_text="token budget", type="category", tickangle=0, tickvals=budgets[::every]
+    )
     for col, limit_s in ((1, gap_s), (2, ttft_s)):
         _log_seconds(figure, col)
         _limit(figure, limit_s, col)
