@@ -126,6 +126,11 @@ def named(run: ServingRun, labels: Sequence[str]) -> ServingRun:
     )
 
 
+def num_chunks(run: ServingRun, request_id: str) -> int:
+    """Steps that computed a part of a request's prompt."""
+    return sum(request_id in step.prompts for step in run.steps)
+
+
 class Played(NamedTuple):
     """A run of the real engine, and how long each of its steps took."""
 

@@ -155,6 +155,8 @@ def test_a_run_is_the_same_when_its_requests_are_called_by_their_roles(
     assert [r.request_id for r in named.requests] == labels
     assert named.steps[0].prompts == {f"chat {i}": 32 for i in (1, 2)}
     assert summarize(named) == summarize(run)
+    assert lab.num_chunks(named, "document") == 19  # of 600 tokens, 32 at a time
+    assert lab.num_chunks(named, "nobody") == 0
     assert run.requests[0].request_id == "r0"
     with pytest.raises(ValueError, match="zip"):
         lab.named(run, labels[:3])
