@@ -442,6 +442,9 @@ for part in (0.8, 1.0, 1.2):
 #   make up for one level.
 # * `deadline`: whose TTFT limit is nearest; those who missed it go last.
 # * `longest_prefix`: who finds most in the prefix cache.
+#
+# All of them are about the door only. Who was let in keeps its turn, even if KV memory runs out and
+# somebody must give blocks back: then it is the last who came in, whatever its number.
 
 # %%
 guess.predict(
@@ -872,8 +875,9 @@ def capacity_check():
 #   `max_num_batched_tokens` is spent (*vllm/v1/core/sched/scheduler.py*).
 #   `long_prefill_token_threshold` caps one prompt's tokens in a step: our `chunk_size`. Its guide
 #   says what you measured: a smaller budget for ITL, a larger one for TTFT (*Optimization and
-#   Tuning*). `--scheduling-policy` is `fcfs` or `priority`, without ageing. As here, the budget
-#   must not be less than `max_num_seqs` (*vllm/config/scheduler.py*).
+#   Tuning*). `--scheduling-policy` is `fcfs` or `priority`, without ageing; its `priority` also
+#   decides who is preempted, which ours does not. As here, the budget must not be less than
+#   `max_num_seqs` (*vllm/config/scheduler.py*).
 # * **SGLang** runs a prefill batch whenever there is one, and decodes otherwise: our
 #   `prefill_first`, with `--chunked-prefill-size`; `--enable-mixed-chunk` mixes, and is off by
 #   default. `--schedule-policy` has `fcfs`, `lpm` (our `longest_prefix`) and others; with more than
