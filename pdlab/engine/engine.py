@@ -160,8 +160,9 @@ class Engine:
     ) -> StepRecord:
         """Make what the runner computed part of the sequences, the requests and the trace."""
         self.runner.commit()
-        for part in batch.scheduled:
-            part.sequence.add_mass(output.block_mass.get(part.sequence.sequence_id, []))
+        if output.block_mass:
+            for part in batch.scheduled:
+                part.sequence.add_mass(output.block_mass.get(part.sequence.sequence_id, []))
         token_ids = {i: [s.token_id for s in drawn] for i, drawn in output.sampled.items()}
         residents = self._recorder.residents(self.scheduler, batch)
         self._freed += self.scheduler.update(batch, token_ids)
@@ -194,7 +195,7 @@ class Engine:
 
         Returns what became of the text, by sequence id.
         """
-        now_s = self.now_s()
+        now_s, longest = self.now_s(), admission.longest(self.config)
         spoken: dict[str, Spoken] = {}
         for part in batch.scheduled:
             for sequence in [part.sequence, *part.forks]:
@@ -203,11 +204,12 @@ class Engine:
                 if sample.metrics.first_scheduled_s is None:
                     sample.metrics.first_scheduled_s = start_s
                     sample.metrics.num_cached_tokens = part.num_cached_tokens
-                request.prompt_logprobs |= output.prompt_logprobs.get(name, {})
+                if name in output.prompt_logprobs:
+                    request.prompt_logprobs |= output.prompt_logprobs[name]
                 text = ""
                 for sampled in output.sampled.get(name, ()):
                     text += request.release(sample.take(sampled, now_s))
-                    if reason := sample.ending(admission.longest(self.config)):
+                    if reason := sample.ending(longest):
                         text += self._end(request, sample, reason)
                 if error := output.failed.get(name):
                     sample.error = error

@@ -58,7 +58,12 @@ def calibrations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         order.append(name)
         return serve(model, config, requests)
 
+    def rehearse(*given: object) -> list[Sample]:
+        order.append("rehearsal")
+        return []
+
     monkeypatch.setattr(agreement_module, "measure_steps", measure)
+    monkeypatch.setattr(agreement_module, "_rehearse", rehearse)
     monkeypatch.setattr(agreement_module, "_serve", watched)
     return order
 
@@ -71,9 +76,19 @@ def test_workloads_are_served_in_turns_and_steps_measured_before_each(
 ) -> None:
     found, _ = measure_agreement(model, **QUICK)
     names = list(WORKLOADS)
-    assert calibrations == ["steps", *names, "steps", *names[1:], names[0]]
+    before = ["steps", "rehearsal"]
+    assert calibrations == [*before, *names, *before, *names[1:], names[0]]
     assert [each.workload for each in found] == names
     assert all(len(each.measured) == 2 for each in found)
+
+
+def test_a_rehearsal_serves_other_requests_than_those_compared(model: Model) -> None:
+    config = EngineConfig(num_blocks=200)
+    samples = agreement_module._rehearse(model, config, seed=1, rate=100.0)
+    assert len(samples) > 10
+    assert all(seconds > 0 for _, seconds in samples)
+    assert any(shape.num_prompts for shape, _ in samples)
+    assert any(shape.num_decodes for shape, _ in samples)
 
 
 def test_what_is_simulated_are_the_same_requests_with_the_fitted_times(
@@ -102,7 +117,7 @@ def test_limits_come_from_the_simulation_alone_and_tell_requests_apart(
             workload(30, 100 * workload.rate_rps), EngineConfig(), times, max_model_len=1024
         )
         assert each.slo == telling_slo(run)
-        assert 0.6 <= each.simulated.attainment <= 0.8
+        assert 0.8 <= each.simulated.attainment <= 0.9
 
 
 def test_a_limit_is_kept_by_four_of_five() -> None:
@@ -111,7 +126,7 @@ def test_a_limit_is_kept_by_four_of_five() -> None:
     slo = telling_slo(run)
     assert sum(r.metrics.ttft_s <= slo.ttft_s for r in run.requests) == 40
     paces = [r.metrics.tpot_s for r in run.requests if r.metrics.tpot_s is not None]
-    assert sum(pace <= slo.tpot_s for pace in paces) == pytest.approx(0.8 * len(paces), abs=1)
+    assert sum(pace <= slo.tpot_s for pace in paces) == pytest.approx(0.9 * len(paces), abs=1)
 
 
 def numbers(ttft_s: float, tpot_s: float, goodput_per_s: float) -> Numbers:
@@ -307,7 +322,7 @@ def test_what_numbers_rest_on_is_said(printed: list[str]) -> None:
     text = "\n".join(printed)
     assert "measured, and the simulator" in text
     assert "short chat: TTFT up to 2.00 s and TPOT up to 250 ms" in text
-    assert "the simulation alone says that 80% of the workload keep it" in text
+    assert "the simulation alone says that 90% of the workload keep it" in text
     assert "published fit, against that fit (composition, not hardware)" in text
     assert "random:tiny-llama, float32" in text
     assert "a100-opt-13b" in text
