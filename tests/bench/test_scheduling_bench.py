@@ -120,11 +120,11 @@ def test_limits_come_from_the_simulation_alone_and_tell_requests_apart(
         assert 0.8 <= each.simulated.attainment <= 0.9
 
 
-def test_a_limit_is_kept_by_four_of_five() -> None:
+def test_a_limit_is_kept_by_nine_of_ten() -> None:
     times, knobs = published("a100-opt-13b")
     run = simulate(WORKLOADS["mixed"](50), EngineConfig(**knobs), times)
     slo = telling_slo(run)
-    assert sum(r.metrics.ttft_s <= slo.ttft_s for r in run.requests) == 40
+    assert sum(r.metrics.ttft_s <= slo.ttft_s for r in run.requests) == 45
     paces = [r.metrics.tpot_s for r in run.requests if r.metrics.tpot_s is not None]
     assert sum(pace <= slo.tpot_s for pace in paces) == pytest.approx(0.9 * len(paces), abs=1)
 
