@@ -327,7 +327,7 @@ def test_swapped_blocks_come_back_with_scales_and_open_tokens(kv_format):
     with Engine(random_model(), config) as engine:
         engine.submit(random_prompt(13), params)
         engine.submit(random_prompt(10), params)
-        young = engine.scheduler.waiting[1]
+        young = list(engine.scheduler.waiting)[1]
         stored: list[torch.Tensor] = []
         checked = False
         while record := engine.step():
