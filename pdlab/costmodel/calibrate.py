@@ -21,7 +21,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from functools import partial
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple
 
 from pdlab.costmodel.hardware import Hardware
 from pdlab.machine import processor_name
-from pdlab.models.cache import cache_dir
+from pdlab.models.cache import cache_dir, cache_text
 
 TORCH_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 CACHE_FORMAT = 1
@@ -281,16 +280,6 @@ def _load(path: Path, key: dict[str, Any]) -> tuple[Hardware | None, int]:
 
 
 def _save(path: Path, key: dict[str, Any], hardware: Hardware, attempts: int) -> None:
-    """Write the measurement in one move, so that no reader sees half of it.
-
-    A cache that cannot be written costs only time, at the next call.
-    """
+    """Write the measurement for the next call."""
     text = json.dumps({"key": key, "attempts": attempts, "hardware": hardware.to_dict()}, indent=2)
-    unfinished = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    except OSError:
-        with suppress(OSError):
-            unfinished.unlink()
+    cache_text(path, text)

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import platformdirs
@@ -96,3 +96,18 @@ def require_space(needed_bytes: int, purpose: str) -> None:
             f"{purpose} needs {needed_bytes / 1e6:.0f} MB, but {cache_dir()} has "
             f"{free_bytes / 1e6:.0f} MB free. Set PDLAB_CACHE to a directory with more space."
         )
+
+
+def cache_text(path: Path, text: str) -> None:
+    """Write a file of the cache in one move, so that no reader sees half of it.
+
+    One that cannot be written costs only time, when it is missed.
+    """
+    unfinished = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink()

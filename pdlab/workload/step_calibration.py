@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -35,7 +34,7 @@ from pdlab.engine.timing import StageClock
 from pdlab.kvcache import blocks_for
 from pdlab.machine import processor_name
 from pdlab.models import Model
-from pdlab.models.cache import cache_dir
+from pdlab.models.cache import cache_dir, cache_text
 from pdlab.requirements import require_int
 from pdlab.sampling import Sampled, SamplingParams
 from pdlab.workload.step_shapes import Sample, shape_of_record
@@ -390,17 +389,7 @@ def _load(path: Path, key: dict[str, Any]) -> _Cached | None:
 
 
 def _save(path: Path, key: dict[str, Any], cached: _Cached) -> None:
-    """Write in one move, so that no reader sees half of it.
-
-    A cache that cannot be written costs only time, at the next call.
-    """
+    """Write for the next call."""
     values = cached._asdict() | {"step_times": cached.step_times.to_dict()}
     text = json.dumps({"key": key} | values, indent=2)
-    unfinished = path.with_suffix(f".{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    except OSError:
-        with suppress(OSError):
-            unfinished.unlink()
+    cache_text(path, text)

@@ -9,7 +9,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from pdlab.workbench.figures.serving import BARS, DASHES, sources
+from pdlab.workbench.figures.serving import BARS, DASHES, add_range, sources
 from pdlab.workbench.figures.style import INK, milliseconds, styled
 from pdlab.workbench.gantt_data import KINDS, gantt_data
 from pdlab.workbench.palette import MEANING, run_color
@@ -168,7 +168,7 @@ def policy_ranges(served: Mapping[str, Served], slo: SLO) -> go.Figure:
     figure = make_subplots(cols=3, shared_yaxes=True, horizontal_spacing=0.04)
     for i, (name, each) in enumerate(served.items()):
         for col, found in enumerate((each.chats, each.documents), start=1):
-            _range(figure, name, found, run_color(i), col)
+            add_range(figure, name, found, run_color(i), col)
     for col, who in enumerate(("chats", "documents"), start=1):
         figure.add_vline(x=slo.ttft_s, line=_dashed(), col=col)
         figure.update_xaxes(
@@ -255,27 +255,6 @@ def _line(
         showlegend=col == 1 if shown is None else shown,
         legendgroup=name,
         hovertemplate=name + ", %{x}: %{y:.3g}<extra></extra>",
-        row=1,
-        col=col,
-    )
-
-
-def _range(figure: go.Figure, name: str, found: Any, color: str, col: int) -> None:
-    """A line from the median, a full dot, to p99, an open diamond."""
-    figure.add_scatter(
-        x=[found.p50, found.p99],
-        y=[name, name],
-        mode="lines+markers",
-        line={"color": color, "width": 4},
-        marker={
-            "symbol": ["circle", "diamond-open"],
-            "size": [14, 13],
-            "line": {"width": 3},
-            "opacity": 1,
-        },
-        text=["p50", "p99"],
-        hovertemplate="%{y}: %{text} %{x:.4g} s<extra></extra>",
-        showlegend=False,
         row=1,
         col=col,
     )

@@ -267,7 +267,7 @@ def comparison_figure(runs: Runs, slo: SLO | None = None) -> go.Figure:
     figure = make_subplots(cols=3, shared_yaxes=True, horizontal_spacing=0.05)
     for col, metric in enumerate(("ttft", "tpot"), start=1):
         for i, (name, summary) in enumerate(summaries.items()):
-            _add_range(figure, name, getattr(summary, f"{metric}_s"), run_color(i), col)
+            add_range(figure, name, getattr(summary, f"{metric}_s"), run_color(i), col)
         limit = getattr(slo, f"{metric}_s", None)
         if limit is not None:
             line = {"color": INK.text, "width": 1.5, "dash": "dash"}
@@ -299,7 +299,7 @@ def comparison_figure(runs: Runs, slo: SLO | None = None) -> go.Figure:
     return styled(figure, title, source, height=250 + 46 * len(named), horizontal=True)
 
 
-def _add_range(figure: go.Figure, name: str, found: Any, color: str, col: int) -> None:
+def add_range(figure: go.Figure, name: str, found: Any, color: str, col: int) -> None:
     """A line from the median, a full dot, to p99, an open diamond."""
     if found.p50 is None:
         return
