@@ -22,11 +22,9 @@ from pdlab.engine.admission import check_fits, longest
 from pdlab.engine.config import EngineConfig
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.engine.policies import PolicyError
-from pdlab.engine.request import MOST_PRIORITY
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
 from pdlab.engine.sequence import Sequence
 from pdlab.kvcache import BlockPool, KVManager, Retention
-from pdlab.requirements import require_int
 from pdlab.sampling import SamplingParams
 from pdlab.workload.arrivals import Arrivals, OpenLoop
 from pdlab.workload.serving import ServedRequest, ServingRun, StepSpan
@@ -234,9 +232,7 @@ class Simulation:
         Raises:
             ValueError: it can never be served.
         """
-        require_int("num_prompt_tokens", request.num_prompt_tokens, least=1)
-        require_int("num_output_tokens", request.num_output_tokens, least=1)
-        require_int("priority", request.priority, -MOST_PRIORITY, MOST_PRIORITY)
+        request.checked()
         sequence = Sequence(
             name,
             name,
@@ -274,16 +270,11 @@ def tokens_of(request: TraceRequest, number: int) -> list[int]:
     The trace knows no text. A block's id and the place in it stand for a token; where there are no
     ids, the request's number does.
 
-    Raises:
-        ValueError: there are ids, and too few of them.
+    Args:
+        request: checked.
     """
     size = request.prefix_block_size
     if not size:
         return [-1 - number] * request.num_prompt_tokens
-    if len(request.prefix_ids) * size < request.num_prompt_tokens:
-        raise ValueError(
-            f"prefix_ids has {len(request.prefix_ids)} ids of {size} tokens for a prompt of "
-            f"{request.num_prompt_tokens}"
-        )
     tokens = [i * size + offset for i in request.prefix_ids for offset in range(size)]
     return tokens[: request.num_prompt_tokens]

@@ -204,7 +204,10 @@ def test_a_step_that_takes_no_time_is_refused(seconds):
         (TraceRequest(0, 4, 0), "num_output_tokens=0"),
         (TraceRequest(0, "3", 4), "num_prompt_tokens='3'"),
         (TraceRequest(0, 4, 3, priority=10**400), "priority has"),
-        (TraceRequest(0, 100, 3, (1,), 16), "prefix_ids has 1 ids of 16 tokens"),
+        (
+            TraceRequest(0, 100, 3, (1,), 16),
+            "prefix_ids has 1 ids, it must have 7: one for each 16 of 100 tokens",
+        ),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused_alone(request_, match):
