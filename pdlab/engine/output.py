@@ -16,7 +16,7 @@ CONSTRAINT_OVER = "constraint"
 """The text is complete, and its constraint allows nothing more."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Chunk:
     """A piece of a stream: as a rule a token, and the text that became certain with it.
 

@@ -43,6 +43,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})
         self.eos_token_ids = tuple(eos_token_ids) or self._declared_eos()
+        self._bytes_of: dict[int, bytes] = {}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of the text. Nothing is added; special tokens spelled out in it are found.
@@ -94,9 +95,15 @@ class Tokenizer:
         A special token stands for its own name. The bytes of one token need not be valid UTF-8:
         byte-level BPE may cut a character in two.
         """
+        known = self._bytes_of.get(token_id)
+        if known is not None:
+            return known
         token = self.backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
         if token is None:
             return None
+        return self._bytes_of.setdefault(token_id, self._look_up(token_id, token))
+
+    def _look_up(self, token_id: int, token: str) -> bytes:
         if token_id in self._added_ids:
             return token.encode()
         if self.is_byte_level:

@@ -40,7 +40,7 @@ class BlockMove(NamedTuple):
     sequence_id: str
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SequenceRecord:
     """What one sequence did in one step.
 
@@ -84,7 +84,7 @@ class SequenceRecord:
         return self.start + len(self.token_ids)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Resident:
     """A sequence that held KV blocks while the step ran (scheduled in it or not).
 
