@@ -7,21 +7,28 @@ from pdlab.kvcache.memory import KVMemory
 from pdlab.kvcache.open_blocks import WritePlan
 from pdlab.kvcache.paged import PagedKVCache, copy_blocks
 from pdlab.kvcache.prefix import Prefix
+from pdlab.kvcache.wire import KVLayout, KVWriter, Unpacker, Wire, pack, unpack
 
 __all__ = [
     "BlockPool",
     "Hits",
     "Holder",
     "KVFormat",
+    "KVLayout",
     "KVManager",
     "KVMemory",
+    "KVWriter",
     "PagedKVCache",
     "Prefix",
     "PrefixCacheStats",
     "Release",
     "Retention",
+    "Unpacker",
+    "Wire",
     "WritePlan",
     "blocks_for",
     "copy_blocks",
+    "pack",
     "parse_kv_format",
+    "unpack",
 ]

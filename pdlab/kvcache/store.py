@@ -97,3 +97,23 @@ class KVStore:
         for tensor, there in tensors:
             tensor[:, ~there] = 0
         return [tensor.flatten(1, 2) for tensor, _ in tensors]
+
+    def rows(self, layers: range) -> list[Tensor]:
+        """The parts of some layers as bytes, [layers, rows, num_heads, bytes]; these are views.
+
+        A row is a slot, or a block where a scale belongs to all of it.
+        """
+        parts = [part[layers.start : layers.stop].flatten(1, 2) for part in self.parts]
+        return [part.view(torch.uint8).flatten(3) for part in parts]
+
+    def open_rows(self, layers: range, place: int) -> Tensor:
+        """A place of the open area as bytes, [layers, block_size, num_heads, bytes]; a view."""
+        assert self.open is not None
+        return self.open[layers.start : layers.stop, place].view(torch.uint8)
+
+    def values_of(self, layers: range, block: int, place: int | None) -> Tensor:
+        """fp32 values of one block, [layers, block_size, num_heads, head_dim]; `place` if open."""
+        span = slice(layers.start, layers.stop)
+        if self.open is not None and place is not None:
+            return self.open[span, place]
+        return self.format.decode(tuple(part[span, block] for part in self.parts), torch.float32)
