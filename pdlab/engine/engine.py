@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -22,17 +22,25 @@ from pdlab.engine.allocations import AllocationMeter
 from pdlab.engine.config import EngineConfig
 from pdlab.engine.exactness import check_rows_are_alike
 from pdlab.engine.interrupts import undisturbed
+from pdlab.engine.moving import RequestState, Reservation
 from pdlab.engine.output import Chunk, FinishReason, RequestOutput
 from pdlab.engine.preemption import PreemptionPolicy
 from pdlab.engine.probe import Probe
 from pdlab.engine.recorder import Recorder, Spoken
 from pdlab.engine.request import NO_URGENCY, Request, Sample, Urgency, new_request
-from pdlab.engine.runner import EXACT_ROW_TILE, ModelRunner, Runner, StepOutput
+from pdlab.engine.runner import EXACT_ROW_TILE, KVPort, ModelRunner, Runner, StepOutput
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
-from pdlab.engine.sequence import Sequence
+from pdlab.engine.sequence import Sequence, SequenceState
 from pdlab.engine.timing import StageClock
 from pdlab.engine.turns import Handover, Turns
-from pdlab.kvcache import KVMemory, PagedKVCache, PrefixCacheStats
+from pdlab.kvcache import (
+    KVLayout,
+    KVMemory,
+    KVWriter,
+    PagedKVCache,
+    PrefixCacheStats,
+    Wire,
+)
 from pdlab.models import Model
 from pdlab.requirements import require_int
 from pdlab.sampling import Compiler, SamplingParams
@@ -85,6 +93,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._step = 0
         self._freed: list[int] = []
+        self._moves: list[BlockMove] = []
         self._measures_activations = False
         memory.join(admission.kind_of_memory(model, config), config.max_num_seqs)
         self._epoch = time.perf_counter()
@@ -109,7 +118,8 @@ class Engine:
         Interrupted (Ctrl-C) while the model computes, nothing of the batch has been computed, and
         the next step computes it again; sequences preempted for it, and blocks copied, stay so, and
         are missing in the trace. Other threads wait. None is also returned where nothing *can*
-        be done: all streams are paused, or other engines hold all blocks of a shared memory.
+        be done: all streams are paused, or other engines hold all blocks of a shared memory, or
+        requests do that are on their way between engines.
         """
         with self._lock:
             memory = self._require_open()
@@ -118,12 +128,14 @@ class Engine:
             start_s = self.now_s()
             clock = StageClock(self.model.decoder.device)
             sequences = [*self.scheduler.running, *self.scheduler.waiting]
-            may_idle = memory.num_engines > 1 or any(s.paused for s in sequences)
+            others_hold = memory.num_engines > 1 or self.scheduler.held or self.scheduler.reserved
+            may_idle = others_hold or any(s.paused for s in sequences)
             self.scheduler.rank(start_s)
             with undisturbed():
                 batch = self.scheduler.schedule(start_s)
                 orders = memory.manager.take_orders()
                 self.runner.carry_out(orders)
+                self._moves += [order for order in orders if isinstance(order, BlockMove)]
                 self._note(batch)
             if not batch.scheduled:
                 assert may_idle or batch.unranked, "there is work, and nothing of it was scheduled"
@@ -132,8 +144,7 @@ class Engine:
             with self._metered() as activations:
                 output = self.runner.run(batch, clock, self._step)
             with undisturbed():
-                moves = [order for order in orders if isinstance(order, BlockMove)]
-                return self._book(batch, output, moves, activations, clock, start_s)
+                return self._book(batch, output, activations, clock, start_s)
 
     def _note(self, batch: ScheduledBatch) -> None:
         """Book what scheduling did for good, whether or not the step comes about."""
@@ -153,7 +164,6 @@ class Engine:
         self,
         batch: ScheduledBatch,
         output: StepOutput,
-        moves: list[BlockMove],
         activations: AllocationMeter | None,
         clock: StageClock,
         start_s: float,
@@ -175,7 +185,7 @@ class Engine:
             stage_s=clock.stage_s,
             batch=batch,
             output=output,
-            moves=moves,
+            moves=self._moves,
             spoken=spoken,
             residents=residents,
             waiting=self.scheduler.waiting,
@@ -183,7 +193,7 @@ class Engine:
             activations=activations,
             shares_memory=self._require_open().num_engines > 1,
         )
-        self._freed = []
+        self._freed, self._moves = [], []
         self._step += 1
         self._require_open().note_change()
         return record
@@ -211,6 +221,8 @@ class Engine:
                     text += request.release(sample.take(sampled, now_s))
                     if reason := sample.ending(longest):
                         text += self._end(request, sample, reason)
+                    elif sequence.holds:
+                        self.scheduler.hold(sequence)
                 if error := output.failed.get(name):
                     sample.error = error
                     text += self._end(request, sample, "error")
@@ -268,38 +280,64 @@ class Engine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r:.60} must be SamplingParams")
-        kept = self._require_open().manager.retention
-        admission.check_token_ids(self.model, params)
         text, prompt_ids = admission.tokenize(self.model, prompt)
+        request = self._new_request(text, prompt_ids, params, params.seed, urgency)
+        request.max_unread = max_unread
+        self._enter(request, self.scheduler.add)
+        return request
+
+    def _new_request(
+        self,
+        text: str,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        seed: int | None,
+        urgency: Urgency,
+        request_id: str | None = None,
+    ) -> Request:
+        """A request that the engine can serve; it is not in its queues yet.
+
+        Raises:
+            ValueError: it can never be served, or there is another one of this name.
+        """
+        admission.check_token_ids(self.model, params)
+        kept = self._require_open().manager.retention
         admission.check_fits(self.config, kept, prompt_ids, params)
+        if request_id in self.requests:
+            raise ValueError(f"request_id={request_id!r} is the name of another request")
         now_s = self.now_s()
         constraint, bad_words = self.compiler.constraint(params), self.compiler.bad_words(params)
-        queued: list[Request] = []
+        with self._lock, undisturbed():
+            if request_id is None:
+                request_id = f"r{self._num_requests}"
+                self._num_requests += 1
+            return new_request(
+                request_id,
+                text,
+                prompt_ids,
+                params,
+                seed=self._seeds.getrandbits(63) if seed is None else seed,
+                uses_prefix_cache=self.config.enable_prefix_cache and params.prefix_cache,
+                urgency=urgency,
+                now_s=now_s,
+                model=self.model,
+                constraint=constraint,
+                bad_words=bad_words,
+            )
+
+    def _enter(self, request: Request, enter: Callable[[Sequence], object]) -> bool:
+        """Let a request in, in the way given; False if `enter` said so."""
+        entered = False
         try:
             with self._lock, undisturbed():
                 self._require_open()
-                request = new_request(
-                    f"r{self._num_requests}",
-                    text,
-                    prompt_ids,
-                    params,
-                    seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-                    uses_prefix_cache=self.config.enable_prefix_cache and params.prefix_cache,
-                    urgency=urgency,
-                    now_s=now_s,
-                    model=self.model,
-                    constraint=constraint,
-                    bad_words=bad_words,
-                )
-                request.max_unread = max_unread
-                self.scheduler.add(request.samples[0].sequence)
-                self._recorder.add_request(request, params)
-                self._num_requests += 1
-                self.requests[request.request_id] = request
-                queued.append(request)
-            return request
+                entered = enter(request.samples[0].sequence) is not False
+                if entered:
+                    self._recorder.add_request(request, request.samples[0].sequence.params)
+                    self.requests[request.request_id] = request
+            return entered
         except BaseException:  # a Ctrl-C that was held back: nobody learns the request's id
-            for request in queued:
+            if entered:
                 self._leave(request)
             raise
 
@@ -314,6 +352,178 @@ class Engine:
                     self._end(request, sample, "abort")
             self._recorder.add_abort(request_id, self.now_s())
             self._require_open().note_change()
+
+    # --- from one engine to another -------------------------------------------------------------
+
+    def resume(
+        self,
+        state: RequestState,
+        *,
+        request_id: str | None = None,
+        holds: bool = False,
+        priority: int = 0,
+        ttft_slo_s: float | None = None,
+        arrival_s: float | None = None,
+    ) -> str:
+        """Queue a request that another engine may have begun: all its tokens are computed here.
+
+        Args:
+            request_id: its name here; None for the engine's next.
+            holds: it is for yet another engine: once the next token is drawn, it leaves its seat's
+                work to others and keeps its blocks, until `let_go` or `abort`.
+            priority, ttft_slo_s, arrival_s: as of `submit`.
+
+        Raises:
+            ValueError: as `submit`; or it is to be held, and a window drops some of its blocks.
+        """
+        urgency = Urgency(priority, ttft_slo_s, arrival_s).checked(self.now_s())
+        request = self._begun(state, urgency, request_id)
+        if holds:
+            self._require_whole()
+        request.samples[0].sequence.holds = holds
+        self._enter(request, self.scheduler.add)
+        return request.request_id
+
+    def reserve(
+        self,
+        state: RequestState,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        arrival_s: float | None = None,
+    ) -> Reservation | None:
+        """Room for a request whose tokens are computed by another engine; None if there is none.
+
+        Its K and V are put there with `kv_writer`; then `admit` lets it run, or `abort` ends it.
+        Who waits here since earlier comes first.
+
+        Raises:
+            ValueError: it can never be served, or a window drops some of its blocks.
+        """
+        urgency = Urgency(priority, None, arrival_s).checked(self.now_s())
+        request = self._begun(state, urgency, request_id)
+        memory = self._require_whole()
+        if not self._enter(request, self.scheduler.reserve):
+            return None
+        with self._lock, undisturbed():
+            orders = memory.manager.take_orders()
+            self.runner.carry_out(orders)
+            self._moves += [order for order in orders if isinstance(order, BlockMove)]
+        metrics, sequence = request.samples[0].metrics, request.samples[0].sequence
+        metrics.first_scheduled_s = self.now_s()
+        metrics.num_cached_tokens = sequence.num_cached_tokens
+        return Reservation(request.request_id, state.num_tokens, sequence.num_cached_tokens)
+
+    def _require_whole(self) -> KVMemory:
+        """The memory, if it keeps all K and V of a sequence."""
+        memory = self._require_open()
+        window = memory.manager.retention.window
+        if window is not None:
+            raise ValueError(f"window={window}: K and V that are dropped in part cannot travel")
+        return memory
+
+    def _begun(self, state: RequestState, urgency: Urgency, request_id: str | None) -> Request:
+        """A request that goes on from a state."""
+        if not isinstance(state, RequestState):
+            raise ValueError(f"state={state!r:.60} must be a RequestState")
+        admission.check_vocabulary(self.model, state.token_ids)
+        if state.num_tokens >= admission.longest(self.config) and state.output_ids:
+            raise ValueError(
+                f"state has {state.num_tokens} tokens, max_model_len is {self.config.max_model_len}"
+            )
+        if len(state.output_ids) >= state.params.max_tokens:
+            raise ValueError(
+                f"output_ids has {len(state.output_ids)} tokens, max_tokens is "
+                f"{state.params.max_tokens}"
+            )
+        seed = state.params.seed if state.seed is None else state.seed
+        request = self._new_request(
+            state.prompt, state.prompt_ids, state.params, seed, urgency, request_id
+        )
+        request.samples[0].catch_up(state.output_ids)
+        return request
+
+    def admit(self, request_id: str, token_id: int) -> None:
+        """Let a reserved request run: its K and V are there.
+
+        Args:
+            token_id: what the engine that computed them drew next; its text is released already.
+
+        Raises:
+            ValueError: there is no such request, or it has no reservation.
+        """
+        with self._lock, undisturbed():
+            sample = self._sample(request_id, SequenceState.RESERVED)
+            self.scheduler.admit(sample.sequence)
+            sample.catch_up([token_id])
+
+    def let_go(self, request_id: str) -> None:
+        """Forget a held request, and free its blocks: another engine goes on with it.
+
+        Raises:
+            ValueError: there is no such request, or it is not held.
+        """
+        with self._lock, undisturbed():
+            sample = self._sample(request_id, SequenceState.HELD)
+            self._freed += self.scheduler.finish(sample.sequence, "moved")
+            del self.requests[request_id]
+            self._require_open().note_change()
+
+    def pack_kv(self, request_id: str, layers: range, tokens: range, wire: Wire) -> Tensor:
+        """K and V of some layers and tokens of a request, as they travel: uint8 [num_bytes].
+
+        Raises:
+            ValueError: there is no such request, or they have not been computed.
+        """
+        with self._lock:
+            sequence = self.sequence_of(request_id)
+            return self.kv_port.read_kv(sequence.block_table, layers, tokens, wire)
+
+    def kv_writer(self, request_id: str, wire: Wire) -> KVWriter:
+        """Puts K and V that have come into the blocks of a reserved request. Not during a step.
+
+        Raises:
+            ValueError: there is no such request, or it has no reservation.
+        """
+        sequence = self._sample(request_id, SequenceState.RESERVED).sequence
+        return self.kv_port.kv_writer(sequence.block_table, wire)
+
+    @property
+    def kv_port(self) -> KVPort:
+        """Where K and V leave and come, and who may be told of each layer (`on_layer`)."""
+        assert isinstance(self.runner, KVPort), "what stands before the runner has no way through"
+        return self.runner
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """What another engine must know of this one's cache."""
+        return KVLayout.of(self.kv_cache)
+
+    def sequence_of(self, request_id: str) -> Sequence:
+        """A request's (first) sequence: its tokens, blocks and state.
+
+        Raises:
+            ValueError: there is no such request.
+        """
+        return self._sample(request_id).sequence
+
+    def _sample(self, request_id: str, state: SequenceState | None = None) -> Sample:
+        request = self.requests.get(request_id)
+        if request is None:
+            raise ValueError(f"request_id={request_id!r} is unknown or was collected before")
+        sample = request.samples[0]
+        if state is not None and sample.sequence.state is not state:
+            raise ValueError(
+                f"request_id={request_id!r} is {sample.sequence.state.value}, not {state.value}"
+            )
+        return sample
+
+    # --- what comes out -----------------------------------------------------------------------
+
+    def discard(self, request_id: str) -> None:
+        """End a request, wherever it is, and forget it."""
+        self.abort(request_id)
+        self.requests.pop(request_id, None)
 
     def collect(self, request_id: str) -> RequestOutput:
         """A finished request's output; the engine forgets the request.
@@ -358,8 +568,7 @@ class Engine:
         except BaseException:
             for request_id in ids:
                 if isinstance(request_id, str):
-                    self.abort(request_id)
-                    self.requests.pop(request_id, None)
+                    self.discard(request_id)
             raise
         outputs = [self.collect(i) if isinstance(i, str) else i for i in ids]
         if alone and (failure := outputs[0].error):
@@ -436,8 +645,7 @@ class Engine:
 
     def _leave(self, request: Request) -> None:
         """The reader of a stream is gone."""
-        self.abort(request.request_id)
-        self.requests.pop(request.request_id, None)
+        self.discard(request.request_id)
 
     def _step_or_wait(self) -> None:
         """Step; where other engines hold the blocks, wait for what they do in other threads."""

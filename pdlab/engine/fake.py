@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 
+import torch
+from torch import Tensor
+
 from pdlab.engine.batch import prepare
-from pdlab.engine.runner import StepOutput
+from pdlab.engine.runner import OnLayer, StepOutput
 from pdlab.engine.scheduler import ScheduledBatch, ScheduledSequence
 from pdlab.engine.timing import StageClock
-from pdlab.kvcache import Release
+from pdlab.kvcache import KVWriter, Release, Wire
 from pdlab.sampling import Sampled
 from pdlab.trace import DROPPED, BlockMove
 
@@ -53,12 +56,40 @@ def expected_tokens(
     return token_ids[len(prompt_ids) :]
 
 
+class _FakeWriter:
+    """Fills slots when the hash has come for each layer.
+
+    Raises:
+        FakeKVError: the layers do not agree.
+    """
+
+    def __init__(self, runner: FakeRunner, block_table: list[int]):
+        self.runner = runner
+        self.block_table = block_table
+        self._seen: dict[int, set[int]] = {}
+        self._hashes: dict[int, int] = {}
+
+    def write(self, layers: range, tokens: range, payload: Tensor) -> None:
+        data = payload.numpy().tobytes()
+        each = iter(int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8))
+        for layer in layers:
+            for position in tokens:
+                value = next(each)
+                if self._hashes.setdefault(position, value) != value:
+                    raise FakeKVError(f"position {position} differs in layer {layer}")
+                seen = self._seen.setdefault(position, set())
+                seen.add(layer)
+                if len(seen) == self.runner.num_layers:
+                    self.runner.slots[self.runner._slot(self.block_table, position)] = value
+
+
 class FakeRunner:
     """Executes batches on slots that hold hashes.
 
     Args:
         num_swap_blocks: blocks of pretended host memory.
         window, sinks: which positions a query must find; what is behind may be gone.
+        num_layers: that K and V travel in; all must come before a slot holds its hash.
     """
 
     def __init__(
@@ -70,11 +101,14 @@ class FakeRunner:
         num_swap_blocks: int = 0,
         window: int | None = None,
         sinks: int = 0,
+        num_layers: int = 1,
     ):
         self.block_size = block_size
+        self.num_layers = num_layers
         self.vocab_size = vocab_size
         self.window = window
         self.sinks = sinks
+        self.on_layer: OnLayer | None = None
         self.slots = [EMPTY] * (num_blocks * block_size)
         self.host_slots = [EMPTY] * (num_swap_blocks * block_size)
 
@@ -92,6 +126,19 @@ class FakeRunner:
 
     def commit(self) -> None:
         """Nothing is left to do."""
+
+    def read_kv(self, block_table: list[int], layers: range, tokens: range, wire: Wire) -> Tensor:
+        """The hashes in the slots of these tokens, once for each layer."""
+        hashes = [self.slots[self._slot(block_table, position)] for position in tokens]
+        raw = b"".join(each.to_bytes(8, "little") for each in hashes) * len(layers)
+        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+    def kv_writer(self, block_table: list[int], wire: Wire) -> KVWriter:
+        return _FakeWriter(self, block_table)
+
+    def _slot(self, block_table: list[int], position: int) -> int:
+        block, offset = divmod(position, self.block_size)
+        return block_table[block] * self.block_size + offset
 
     def run(self, batch: ScheduledBatch, clock: StageClock, step: int) -> StepOutput:
         """Write this batch's slots, check all that its sequences may read, and draw tokens.
@@ -111,6 +158,9 @@ class FakeRunner:
                 if inputs.token_ids[row] != part.sequence.token_ids[position]:
                     raise FakeKVError(f"row {row} has token {inputs.token_ids[row]}")
                 self.slots[slot] = prefix[position]
+        if self.on_layer:
+            for layer in range(self.num_layers):
+                self.on_layer(batch, layer)
         for i, (part, prefix) in enumerate(zip(batch.scheduled, hashes, strict=True)):
             self._check(part, inputs.attention.block_tables[i], prefix)
             if inputs.attention.context_lens[i] != part.end:

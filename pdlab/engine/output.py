@@ -8,7 +8,8 @@ from typing import Literal
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.sampling import TokenLogprobs
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "moved"]
+"""`moved`: another engine went on with it."""
 StopReason = str | int | None
 """Why a text stopped: the stop string, the stop token's id, or CONSTRAINT_OVER. None for the
 model's own end-of-sequence token, and where it did not stop."""

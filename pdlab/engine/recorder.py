@@ -93,7 +93,7 @@ class Recorder:
         ends = {part.sequence.sequence_id: part.end for part in batch.scheduled}
         return [
             Resident(i := s.sequence_id, list(s.block_table), ends.get(i, s.num_computed_tokens))
-            for s in scheduler.running
+            for s in scheduler.holders
         ]
 
     def record(

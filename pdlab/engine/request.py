@@ -88,6 +88,14 @@ class Sample:
             times_s=[now_s],
         )
 
+    def catch_up(self, token_ids: list[int]) -> None:
+        """Append tokens that another engine drew; what text they released was released there."""
+        for token_id in token_ids:
+            self.sequence.token_ids.append(token_id)
+            self.take(Sampled(token_id, 1.0, []), 0.0)
+        self.texts.clear()
+        self.metrics.token_times_s.clear()
+
     def ending(self, max_model_len: int) -> FinishReason | None:
         """Whether, and how, the text ends with its newest token; see `stop_reason` and `error`."""
         sequence, params = self.sequence, self.sequence.params

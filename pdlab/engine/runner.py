@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from pdlab.engine.config import EngineConfig
 from pdlab.engine.probe import LayerObserver, Probe
 from pdlab.engine.scheduler import ScheduledBatch
 from pdlab.engine.timing import StageClock
-from pdlab.kvcache import KVMemory, Release, WritePlan
+from pdlab.kvcache import KVMemory, KVWriter, Release, Unpacker, Wire, WritePlan, pack
 from pdlab.models import Model
 from pdlab.sampling import Sampled, Sampler, TokenLogprobs, logprobs_of
 from pdlab.trace import BlockMove, Capture
@@ -48,6 +48,10 @@ class StepOutput:
     block_mass: dict[str, list[float]] = field(default_factory=dict)
 
 
+OnLayer = Callable[[ScheduledBatch, int], None]
+"""Told of each layer, by its number, when K and V of the batch's tokens are in the cache."""
+
+
 class Runner(Protocol):
     """Anything that can execute a batch: the model, or a stand-in that checks the bookkeeping."""
 
@@ -61,6 +65,21 @@ class Runner(Protocol):
 
     def commit(self) -> None:
         """The last run counts."""
+        ...
+
+
+@runtime_checkable
+class KVPort(Protocol):
+    """A runner whose K and V can leave it, and come from another one."""
+
+    on_layer: OnLayer | None
+
+    def read_kv(self, block_table: list[int], layers: range, tokens: range, wire: Wire) -> Tensor:
+        """K and V of some layers and tokens of a sequence, as bytes, uint8 [num_bytes]."""
+        ...
+
+    def kv_writer(self, block_table: list[int], wire: Wire) -> KVWriter:
+        """Takes what `read_kv` of another engine gave."""
         ...
 
 
@@ -91,6 +110,7 @@ class ModelRunner:
         self.windows = [narrower(window, w) for w in model.config.windows]
         self.weighs = weighs
         self.probe: Probe | None = None
+        self.on_layer: OnLayer | None = None
         self._plan: WritePlan | None = None
 
     @classmethod
@@ -114,6 +134,12 @@ class ModelRunner:
             self.memory.cache.commit(self._plan)
             self._plan = None
 
+    def read_kv(self, block_table: list[int], layers: range, tokens: range, wire: Wire) -> Tensor:
+        return pack(self.memory.cache, block_table, layers, tokens, wire)
+
+    def kv_writer(self, block_table: list[int], wire: Wire) -> KVWriter:
+        return Unpacker(self.memory.cache, block_table, wire)
+
     def run(self, batch: ScheduledBatch, clock: StageClock, step: int) -> StepOutput:
         """Compute the batch's tokens and draw a next token for each sequence that is up to date."""
         inputs = prepare(batch, self.memory.cache.block_size)
@@ -122,7 +148,7 @@ class ModelRunner:
             observers.append(probing := self.probe.observe(batch, step))
         if self.weighs:
             observers.append(mass := AttentionMass(batch, self.memory.cache.block_size))
-        hidden = self.forward(inputs, clock, observers)
+        hidden = self.forward(inputs, clock, observers, batch)
         output = StepOutput({})
         if self.probe:
             output.captures = probing.captures
@@ -167,14 +193,26 @@ class ModelRunner:
         clock.lap("sample")
 
     def forward(
-        self, inputs: BatchInputs, clock: StageClock, observers: list[LayerObserver]
+        self,
+        inputs: BatchInputs,
+        clock: StageClock,
+        observers: list[LayerObserver],
+        batch: ScheduledBatch | None = None,
     ) -> Tensor:
-        """Hidden states of every token of the batch, [num_tokens, hidden_size]."""
+        """Hidden states of every token of the batch, [num_tokens, hidden_size].
+
+        Args:
+            batch: what the inputs are of, for `on_layer`.
+        """
         device, cache = self.model.decoder.device, self.memory.cache
         plan = self._plan = cache.write_plan(inputs.slot_mapping)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.write(layer, plan, k, v)
+            if self.on_layer and batch:
+                clock.lap("attention")
+                self.on_layer(batch, layer)
+                clock.lap("transfer")
             window = self.windows[layer]
             out = self.attention.paged(layer, q, cache, inputs.attention, window)
             if observers:

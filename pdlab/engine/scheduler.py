@@ -134,6 +134,10 @@ class Scheduler:
         self.swaps = swaps
         self.waiting = WaitingQueue(self.policy, config.max_overtakes)
         self.running: list[Sequence] = []
+        self.held: list[Sequence] = []
+        """Computed for another engine, which has not fetched K and V yet."""
+        self.reserved: list[Sequence] = []
+        """Computed by another engine, from which K and V have not come yet."""
         self._num_arrivals = 0
         self._num_turns = 0
         self._num_phase_steps = 0
@@ -148,8 +152,14 @@ class Scheduler:
 
     @property
     def num_seats_taken(self) -> int:
-        """Sequences that run, and those that will fork off them."""
-        return len(self.running) + sum([len(s.forks) for s in self.running])
+        """Sequences that run, those that will fork off them, and those that only hold blocks."""
+        seated = len(self.running) + len(self.held) + len(self.reserved)
+        return seated + sum([len(s.forks) for s in self.running])
+
+    @property
+    def holders(self) -> list[Sequence]:
+        """All that have device blocks."""
+        return [*self.running, *self.held, *self.reserved]
 
     def add(self, sequence: Sequence) -> None:
         """Let a new sequence wait, with its forks.
@@ -157,9 +167,7 @@ class Scheduler:
         Raises:
             PolicyError: the policy has no rank for it.
         """
-        self._num_arrivals += 1
-        for each in (sequence, *sequence.forks):
-            each.arrival = self._num_arrivals
+        self._give_arrival(sequence)
         self.waiting.add(sequence, QueueView(sequence.arrival_s, self.kv))
 
     def schedule(self, now_s: float = 0.0) -> ScheduledBatch:
@@ -179,7 +187,7 @@ class Scheduler:
             else:
                 self._add_prompts(batch, now_s)
         if self.running and not batch.scheduled and (batch.starved or batch.preempted):
-            # Other engines hold the rest of the blocks. Two that wait for each other never end.
+            # Others hold the rest of the blocks. Two that wait for each other never end.
             self._preempt(self._victim(), batch)
         batch.scheduled.sort(key=lambda part: part.phase)  # one that comes back may decode at once
         batch.made_wait = self._makes_wait(batch)
@@ -334,16 +342,53 @@ class Scheduler:
         if batch.made_wait:
             self._num_phase_steps += num_steps
 
+    # --- from one engine to another -------------------------------------------------------------
+
+    def hold(self, sequence: Sequence) -> None:
+        """Run a sequence no further: it keeps its seat and its blocks until it is finished."""
+        self.running.remove(sequence)
+        self.held.append(sequence)
+        sequence.state = SequenceState.HELD
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Give a new sequence a seat, and blocks for all its tokens, which are computed elsewhere.
+
+        False if there is no room, or if somebody waits who was preempted or came earlier: so those
+        who wait here and those who come from elsewhere get on, both.
+        """
+        eldest = self.waiting.eldest
+        if eldest and (eldest.turn or eldest.arrival_s < sequence.arrival_s):
+            return False
+        hits = self.kv.look_up(sequence, num_left=0)
+        if not self._has_room(sequence, hits):
+            return False
+        self._give_arrival(sequence)
+        self._give_turn(sequence)
+        self.kv.count(sequence, hits)
+        num_cached = sequence.num_cached_tokens = self.kv.start(sequence, hits)
+        self.kv.grow(sequence, len(sequence.token_ids) - num_cached)
+        sequence.state = SequenceState.RESERVED
+        self.reserved.append(sequence)
+        return True
+
+    def admit(self, sequence: Sequence) -> None:
+        """Let a reserved sequence run: K and V of its tokens are there; the caller appends the
+        token that was drawn from the last of them."""
+        sequence.num_computed_tokens, sequence.num_cached_tokens = len(sequence.token_ids), 0
+        self.kv.register(sequence)
+        self.reserved.remove(sequence)
+        insort_right(self.running, sequence, key=_turn)
+        sequence.state = SequenceState.RUNNING
+
     # --- leaving --------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> list[int]:
         """End a sequence, wherever it is; returns the blocks that this freed."""
         if sequence.state is SequenceState.FINISHED:
             return []
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        for queue in (self.running, self.waiting, self.held, self.reserved):
+            if sequence in queue:
+                queue.remove(sequence)
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
         return self.kv.release(sequence)
@@ -398,6 +443,11 @@ class Scheduler:
     def _is_open(self) -> bool:
         """Whether somebody may join those who run."""
         return self.batching != "static" or bool(self._to_join)
+
+    def _give_arrival(self, sequence: Sequence) -> None:
+        self._num_arrivals += 1
+        for each in (sequence, *sequence.forks):
+            each.arrival = self._num_arrivals
 
     def _give_turn(self, sequence: Sequence) -> None:
         self._num_turns += 1

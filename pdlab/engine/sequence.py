@@ -19,12 +19,19 @@ class SequenceState(Enum):
                    ^   \\________|
                    |            v
                    +------ PREEMPTED
+
+    Where the prompt is computed by one engine and the output by another (disaggregation):
+
+    WAITING -> PREFILLING -> HELD -> FINISHED      here, until its K and V have been fetched
+                   RESERVED -> RUNNING             there, until they have come
     """
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
     RUNNING = "running"
     PREEMPTED = "preempted"
+    HELD = "held"
+    RESERVED = "reserved"
     FINISHED = "finished"
 
 
@@ -62,6 +69,8 @@ class Sequence:
     """Tokens that end it."""
     constraint: Matcher | None = None
     bad_words: Matcher | None = None
+    holds: bool = False
+    """To be held once its next token is drawn: another engine goes on with it."""
     paused: bool = False
     """Not to run for now: its reader has not taken what is there."""
     arrival: int = 0

@@ -49,6 +49,11 @@ class WaitingQueue:
         yield from self._preempted
         yield from self._new
 
+    @property
+    def eldest(self) -> Sequence | None:
+        """Whose turn, or else whose arrival, was first."""
+        return next(iter(self), None)
+
     def __contains__(self, sequence: object) -> bool:
         return sequence in self._new or sequence in self._preempted
 

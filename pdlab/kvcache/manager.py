@@ -141,18 +141,18 @@ class KVManager:
 
     # --- starting -------------------------------------------------------------------------------
 
-    def look_up(self, holder: Holder) -> Hits:
+    def look_up(self, holder: Holder, num_left: int = 1) -> Hits:
         """Find the longest cached prefix.
 
         At least one token is left to compute: its logits are needed, and logits are not cached. So
         if all blocks are found, the last token is computed again (or the last block, if blocks
-        cannot be rewritten). What another sequence computes in the same step cannot be found yet:
+        cannot be rewritten). Where the logits are computed elsewhere, `num_left` is 0. What another sequence computes in the same step cannot be found yet:
         twins that start together both compute, each in blocks of its own, and later ones find those
         of the first. Blocks behind the window are not needed, and need not be there.
         """
-        chain = self._known_chain(holder)
+        chain = self._known_chain(holder, num_left)
         while chain:
-            num_tokens = min(len(chain) * self.pool.block_size, len(holder.token_ids) - 1)
+            num_tokens = min(len(chain) * self.pool.block_size, len(holder.token_ids) - num_left)
             goes_on = max(num_tokens, holder.num_computed_tokens)  # host memory may hold more
             table = [b if self._stays(i, goes_on) else DROPPED for i, (_, b) in enumerate(chain)]
             if MISSING not in table:
@@ -160,11 +160,11 @@ class KVManager:
             chain.pop()
         return Hits([], [], 0)
 
-    def _known_chain(self, holder: Holder) -> list[tuple[Prefix, int]]:
+    def _known_chain(self, holder: Holder, num_left: int) -> list[tuple[Prefix, int]]:
         """The full blocks of a sequence, and where each is cached; without a window, up to the
         first that is not."""
         size, tokens = self.pool.block_size, holder.token_ids
-        full = (len(tokens) if self.rewrites else len(tokens) - 1) // size
+        full = (len(tokens) if self.rewrites else len(tokens) - num_left) // size
         chain: list[tuple[Prefix, int]] = []
         for i in range(full if holder.uses_prefix_cache else 0):
             prefix = Prefix(

@@ -1,17 +1,21 @@
 """Records of what an engine did: plain data that any room may write and only readers read."""
 
+from pdlab.trace.cluster import ClusterTrace, WorkerTrace
 from pdlab.trace.perfetto import save_perfetto, to_perfetto
 from pdlab.trace.records import (
     DROPPED,
     BlockMove,
     Candidate,
     Capture,
+    FailureRecord,
     MoveKind,
+    ParcelRecord,
     Phase,
     RequestRecord,
     Resident,
     SequenceRecord,
     StepRecord,
+    TransferRecord,
     sample_ids,
 )
 from pdlab.trace.trace import Trace
@@ -21,13 +25,18 @@ __all__ = [
     "BlockMove",
     "Candidate",
     "Capture",
+    "ClusterTrace",
+    "FailureRecord",
     "MoveKind",
+    "ParcelRecord",
     "Phase",
     "RequestRecord",
     "Resident",
     "SequenceRecord",
     "StepRecord",
     "Trace",
+    "TransferRecord",
+    "WorkerTrace",
     "sample_ids",
     "save_perfetto",
     "to_perfetto",

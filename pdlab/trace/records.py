@@ -5,7 +5,7 @@ Everything a picture shows comes from these records, so a saved trace replays of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -209,3 +209,87 @@ class Capture:
     start: int
     heads: list[int]
     array: np.ndarray
+
+
+class ParcelRecord(NamedTuple):
+    """K and V of some layers and tokens on their way. Times in seconds, on the workers' clock."""
+
+    first_layer: int
+    end_layer: int
+    start: int
+    """The first token."""
+    end: int
+    """The token after the last."""
+    num_bytes: int
+    sent_s: float
+    """When they were computed, or asked for, and left."""
+    arrived_s: float
+    """When they stood in the receiver's blocks."""
+
+
+@dataclass(slots=True)
+class TransferRecord:
+    """K and V of one request, moved from one worker to another."""
+
+    request_id: str
+    source: str
+    target: str
+    kind: str
+    """`push`, `pull`, or `stream` for layer by layer."""
+    transport: str
+    wire: str
+    """The formats of K and V on the way."""
+    num_tokens: int
+    """Tokens that travelled."""
+    num_cached_tokens: int
+    """Tokens before them that the receiver had in its prefix cache."""
+    parcels: list[ParcelRecord]
+    ready_s: float
+    """When the receiver could go on."""
+    link: str = ""
+    """The simulated link, where there was one."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(parcel.num_bytes for parcel in self.parcels)
+
+    @property
+    def start_s(self) -> float:
+        return min((parcel.sent_s for parcel in self.parcels), default=self.ready_s)
+
+    @property
+    def wall_s(self) -> float:
+        """From the first byte that left to the last that arrived."""
+        return (
+            max((parcel.arrived_s for parcel in self.parcels), default=self.start_s) - self.start_s
+        )
+
+    @property
+    def bandwidth_bytes_s(self) -> float:
+        return self.num_bytes / self.wall_s if self.wall_s > 0 else 0.0
+
+    def shifted(self, offset_s: float) -> TransferRecord:
+        """The same on another clock."""
+        parcels = [
+            parcel._replace(sent_s=parcel.sent_s + offset_s, arrived_s=parcel.arrived_s + offset_s)
+            for parcel in self.parcels
+        ]
+        return replace(self, parcels=parcels, ready_s=self.ready_s + offset_s)
+
+
+@dataclass(slots=True)
+class FailureRecord:
+    """A worker that was lost, and what that meant for the requests it had."""
+
+    time_s: float
+    """When it was noticed."""
+    worker: str
+    reason: str
+    request_ids: list[str]
+    recovered_s: dict[str, float] = field(default_factory=dict)
+    """When each of them that went on had its next token."""
+
+    def shifted(self, offset_s: float) -> FailureRecord:
+        """The same on another clock."""
+        recovered_s = {name: time_s + offset_s for name, time_s in self.recovered_s.items()}
+        return replace(self, time_s=self.time_s + offset_s, recovered_s=recovered_s)

@@ -61,7 +61,7 @@ class Trace:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write JSON, compressed when the name ends in .gz."""
-        text = json.dumps(self._to_json(), ensure_ascii=False, separators=(",", ":"))
+        text = json.dumps(self.to_json(), ensure_ascii=False, separators=(",", ":"))
         data = text.encode()
         if str(path).endswith(".gz"):
             data = gzip.compress(data, mtime=0)
@@ -83,11 +83,12 @@ class Trace:
         if version != TRACE_VERSION:
             raise ValueError(f"{path} has trace version {version}; this reads {TRACE_VERSION}")
         try:
-            return cls._from_json(raw)
+            return cls.from_json(raw)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{path} is a damaged pdlab trace: {error!r}") from error
 
-    def _to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
+        """As JSON knows it."""
         raw = {name: getattr(self, name) for name in PLAIN}
         raw["version"] = TRACE_VERSION
         raw["requests"] = [asdict(r) for r in self.requests.values()]
@@ -96,7 +97,8 @@ class Trace:
         return raw
 
     @classmethod
-    def _from_json(cls, raw: dict[str, Any]) -> Trace:
+    def from_json(cls, raw: dict[str, Any]) -> Trace:
+        """The inverse of `to_json`."""
         return cls(
             machine=raw["machine"],
             model=raw["model"],

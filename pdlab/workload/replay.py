@@ -247,7 +247,7 @@ class _Session:
                 )
                 self.live[request_id] = _Live(number, request.priority)
         except ValueError as error:
-            self.end(number, _refused(request, number, error), self.now_s)
+            self.end(number, refused(request, number, error), self.now_s)
 
     def book(self, record: StepRecord) -> None:
         span = span_of(record, self.start_s, self.engine.config.num_blocks)
@@ -263,7 +263,7 @@ class _Session:
         with undisturbed():
             output = self.engine.collect(request_id)
             number, priority = self.live.pop(request_id)
-            times, error = _since(output.metrics, self.start_s), output.error
+            times, error = metrics_since(output.metrics, self.start_s), output.error
             why = "" if error is None else str(error)
             served = ServedRequest(request_id, times, output.finish_reason, priority, why)
             self.end(number, served, now_s)
@@ -306,7 +306,7 @@ class _Session:
         )
 
 
-def _refused(request: TraceRequest, number: int, error: ValueError) -> ServedRequest:
+def refused(request: TraceRequest, number: int, error: ValueError) -> ServedRequest:
     """What is known of it; what is no number in range counts as 0."""
 
     def known(value: object) -> int:
@@ -326,7 +326,7 @@ def basis_of(engine: Engine) -> str:
     return f"{model.name} ({model.dtype_name}) on {where}, torch {machine['torch']}"
 
 
-def _since(metrics: RequestMetrics, start_s: float) -> RequestMetrics:
+def metrics_since(metrics: RequestMetrics, start_s: float) -> RequestMetrics:
     """The same times on a clock that begins at `start_s`."""
     first_s = metrics.first_scheduled_s
     return replace(

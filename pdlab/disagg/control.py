@@ -1,0 +1,67 @@
+"""Which workers prefill and which decode, while they serve: roles that follow the load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdlab.disagg.router import Router
+from pdlab.disagg.worker import Role
+from pdlab.requirements import require_number
+
+
+@dataclass(frozen=True)
+class RoleSwitch:
+    """A worker that was given another role."""
+
+    time_s: float
+    worker: str
+    role: Role
+    reason: str
+
+
+class RoleController:
+    """Gives a worker of the idle side to the side that is behind.
+
+    Prefill is behind when prompts wait longer than `most_wait_s`; decode is behind when its seats
+    are fuller than `most_fill`. A side is idle when it is below half of its limit. One worker stays
+    on each side, and `cool_down_s` pass between two switches, so that the effect of one is seen
+    before the next. What a worker has begun, it brings to its end: a role says what it is sent.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        *,
+        most_wait_s: float = 1.0,
+        most_fill: float = 0.8,
+        cool_down_s: float = 5.0,
+    ):
+        require_number("most_wait_s", most_wait_s, 0.001, 1e6)
+        require_number("most_fill", most_fill, 0.01, 1)
+        require_number("cool_down_s", cool_down_s, 0, 1e6)
+        self.router = router
+        self.most_wait_s, self.most_fill, self.cool_down_s = most_wait_s, most_fill, cool_down_s
+        self.switches: list[RoleSwitch] = []
+
+    def look(self, now_s: float) -> RoleSwitch | None:
+        """Switch a role if one side is behind and the other idle. Call it now and then."""
+        if self.switches and now_s - self.switches[-1].time_s < self.cool_down_s:
+            return None
+        alive = [peer for peer in self.router.peers.values() if peer.is_alive]
+        prefills = [peer for peer in alive if peer.role == "prefill"]
+        decodes = [peer for peer in alive if peer.role == "decode"]
+        if not prefills or not decodes:
+            return None
+        wait_s, fill = self.router.prefill_wait_s(prefills, now_s), self.router.decode_fill(decodes)
+        if wait_s > self.most_wait_s and fill < self.most_fill / 2 and len(decodes) > 1:
+            idlest = min(decodes, key=lambda peer: len(peer.jobs))
+            return self._switch(now_s, idlest.name, "prefill", f"prompts wait {wait_s:.2f} s")
+        if fill > self.most_fill and wait_s < self.most_wait_s / 2 and len(prefills) > 1:
+            idlest = min(prefills, key=lambda peer: len(peer.jobs))
+            return self._switch(now_s, idlest.name, "decode", f"{fill:.0%} of the seats are taken")
+        return None
+
+    def _switch(self, now_s: float, name: str, role: Role, reason: str) -> RoleSwitch:
+        self.router.set_role(name, role)
+        self.switches.append(RoleSwitch(now_s, name, role, reason))
+        return self.switches[-1]

@@ -1,0 +1,251 @@
+"""A worker: an engine that a router tells what to do, and that tells what came of it.
+
+It is driven by `turn`: commands in, one step of the engine, events out. Who carries them (a call, a
+pipe, an actor, a process group) is the host's concern.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from pdlab.disagg.decode_worker import DecodeWorker
+from pdlab.disagg.messages import (
+    Abort,
+    Arrived,
+    Command,
+    Continue,
+    Ended,
+    Event,
+    Failed,
+    Fetch,
+    Held,
+    Hello,
+    Load,
+    Meet,
+    Prefill,
+    Produced,
+    Publish,
+    Release,
+    Renew,
+    Reserve,
+    Send,
+    Serve,
+    Started,
+)
+from pdlab.disagg.prefill_worker import PrefillWorker
+from pdlab.disagg.transport import Transport
+from pdlab.engine import Engine, SequenceState
+from pdlab.trace import StepRecord
+
+Role = Literal["prefill", "decode", "both"]
+ROLES = ("prefill", "decode", "both")
+"""What a router sends to a worker. Each can do everything: a role may change at any time."""
+
+
+class Worker:
+    """Both halves over one engine, and the requests that are on it.
+
+    Args:
+        slowdown: how much longer each step takes than it does: a slower machine, pretended.
+        layers_per_parcel, lease_s, transfer_timeout_s, clock: see the halves.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        transport: Transport,
+        *,
+        slowdown: float = 1.0,
+        layers_per_parcel: int = 1,
+        lease_s: float = 30.0,
+        transfer_timeout_s: float = 10.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.name = name
+        self.engine = engine
+        self.transport = transport
+        self.slowdown = slowdown
+        self.prefill = PrefillWorker(
+            name,
+            engine,
+            transport,
+            layers_per_parcel=layers_per_parcel,
+            lease_s=lease_s,
+            clock=clock,
+        )
+        self.decode = DecodeWorker(
+            name,
+            engine,
+            transport,
+            lease_s=lease_s,
+            transfer_timeout_s=transfer_timeout_s,
+            clock=clock,
+        )
+        self.clock = clock
+        self._told: dict[str, bool] = {}
+        """Requests on the engine, and whether it was told that they run."""
+        self._load: Load | None = None
+
+    def hello(self) -> Hello:
+        """What others must know of it."""
+        return Hello(
+            name=self.name,
+            address=self.transport.address,
+            layout=self.engine.kv_layout,
+            num_blocks=self.engine.config.num_blocks,
+            max_num_seqs=self.engine.config.max_num_seqs,
+            clock_s=(now_s := self.clock()),
+            epoch_s=now_s - self.engine.now_s(),
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a turn would do nothing, unless commands or parcels come, or time passes."""
+        return not self.engine.scheduler.has_work and not self.decode.asked
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether parcels or the end of a lease are waited for."""
+        return bool(self.decode.incoming or self.prefill.leases)
+
+    def turn(self, commands: list[Command]) -> list[Event]:
+        """Do what is asked, run a step, and tell what happened."""
+        events: list[Event] = []
+        for command in commands:
+            events += self._obey(command)
+        events += self._noted(self.decode.receive())
+        events += self.decode.reserve()
+        events += self.decode.expire()
+        events += self.prefill.expire()
+        record = self.engine.step()
+        if record is not None and self.slowdown > 1:
+            time.sleep(record.wall_s * (self.slowdown - 1))
+        events += self._news()
+        load = self._load_of(record)
+        if load != self._load:
+            self._load = load
+            events.append(load)
+        return events
+
+    def close(self) -> None:
+        """Give everything back. The engine's trace stays readable."""
+        self.transport.close()
+        self.engine.close()
+
+    # --- commands -------------------------------------------------------------------------------
+
+    def _obey(self, command: Command) -> Iterator[Event]:
+        match command:
+            case Meet(name, layout):
+                self.decode.layouts[name] = layout
+            case Renew(request_ids):
+                for request_id in request_ids:
+                    if self.prefill.holds(request_id):
+                        self.prefill.renew(request_id)
+                    self.decode.renew(request_id)
+            case Abort(request_id) | Release(request_id):
+                self._forget(request_id)
+            case Reserve():
+                self.decode.ask(command)
+            case _:
+                try:
+                    yield from self._begin(command)
+                except ValueError as error:
+                    self._forget(command.request_id)
+                    yield Failed(command.request_id, str(error), refused=True)
+
+    def _begin(self, command: Command) -> Iterator[Event]:
+        """What may turn out to be impossible.
+
+        Raises:
+            ValueError: it is.
+        """
+        match command:
+            case Serve(request_id, state, arrival):
+                self.engine.resume(
+                    state,
+                    request_id=request_id,
+                    priority=arrival.priority,
+                    ttft_slo_s=arrival.ttft_slo_s,
+                    arrival_s=self.prefill.engine_s(arrival.time_s),
+                )
+                self._told[request_id] = False
+            case Prefill(request_id):
+                self.prefill.prefill(command)
+                self._told[request_id] = False
+            case Send(request_id, route):
+                self.prefill.send(request_id, route)
+            case Publish(request_id, route):
+                yield self.prefill.publish(request_id, route)
+            case Fetch(request_id, ticket):
+                self.decode.fetch(request_id, ticket)
+            case Continue(request_id, token_id):
+                yield from self._noted(self.decode.go_on(request_id, token_id))
+
+    def _noted(self, events: Iterator[Event]) -> Iterator[Event]:
+        """These events; from now on there is news of those who run."""
+        for event in events:
+            if isinstance(event, Arrived):
+                self._told[event.request_id] = True
+            yield event
+
+    def _forget(self, request_id: str) -> None:
+        """Whatever there is of a request."""
+        self.prefill.forget(request_id)
+        self.decode.forget(request_id)
+        self._told.pop(request_id, None)
+        self.engine.discard(request_id)
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def _news(self) -> Iterator[Event]:
+        """What became of the requests since the last turn."""
+        for request_id, told in list(self._told.items()):
+            request = self.engine.requests[request_id]
+            sample = request.samples[0]
+            if not told and sample.metrics.first_scheduled_s is not None:
+                self._told[request_id] = True
+                age_s = self.engine.now_s() - sample.metrics.first_scheduled_s
+                num_cached = sample.metrics.num_cached_tokens
+                yield Started(request_id, self.clock() - age_s, num_cached)
+            while request.num_unread:
+                yield Produced(request_id, request.read(), self.clock())
+            if request.finished:
+                yield self._collect(request_id)
+            elif sample.sequence.state is SequenceState.HELD:
+                del self._told[request_id]
+                self.prefill.note_held(request_id)
+                yield Held(request_id, request.prompt_logprobs)
+
+    def _collect(self, request_id: str) -> Ended:
+        """Take a request that is over out of the engine."""
+        del self._told[request_id]
+        self.prefill.forget(request_id)
+        prompt_logprobs = self.engine.requests[request_id].prompt_logprobs
+        output = self.engine.collect(request_id)
+        return Ended(
+            request_id,
+            error=str(output.error or ""),
+            prompt_logprobs=prompt_logprobs,
+            num_preemptions=output.metrics.num_preemptions,
+        )
+
+    def _load_of(self, record: StepRecord | None) -> Load:
+        scheduler = self.engine.scheduler
+        return Load(
+            num_waiting=len(scheduler.waiting) + len(self.decode.asked),
+            num_running=len(scheduler.running),
+            num_held=len(scheduler.held),
+            num_reserved=len(scheduler.reserved),
+            num_free_blocks=self.engine.pool.num_free,
+            step_s=None if record is None else record.wall_s,
+            num_prompt_tokens=_num_tokens(record, "prefill"),
+            num_decodes=_num_tokens(record, "decode"),
+        )
+
+
+def _num_tokens(record: StepRecord | None, phase: str) -> int:
+    return sum(s.num_tokens for s in record.sequences if s.phase == phase) if record else 0
