@@ -268,8 +268,8 @@ MUTANTS = [
         "a waiting sequence that is aborted stays in the queue",
         SCHEDULER,
         (
-            "elif sequence in self.waiting:\n            self.waiting.remove(sequence)\n",
-            "elif sequence in self.waiting:\n            pass\n",
+            "            if sequence in queue:\n",
+            "            if sequence in queue and queue is not self.waiting:\n",
         ),
     ),
     mutant(
@@ -568,14 +568,14 @@ MUTANTS = [
         "a prompt that is cached as a whole computes nothing",
         MANAGER,
         (
-            "min(len(chain) * self.pool.block_size, len(holder.token_ids) - 1)",
+            "min(len(chain) * self.pool.block_size, len(holder.token_ids) - num_left)",
             "len(chain) * self.pool.block_size",
         ),
     ),
     mutant(
         "the last block of a prompt is never looked up",
         MANAGER,
-        ("(len(tokens) if self.rewrites else len(tokens) - 1)", "(len(tokens) - 1)"),
+        ("(len(tokens) if self.rewrites else len(tokens) - num_left)", "(len(tokens) - 1)"),
     ),
     mutant(
         "a request that does not want the prefix cache reads it",
