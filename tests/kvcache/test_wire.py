@@ -612,6 +612,7 @@ def test_blocks_that_travel_are_whole():
     wire = wire_of(sender, sender)
     with pytest.raises(ValueError, match=r"tokens=8:40 must begin at a multiple of block_size=16"):
         pack(sender, table, ALL_LAYERS, range(8, 40), wire)
+    assert len(pack(sender, table, ALL_LAYERS, range(8, 8), wire)) == 0
 
 
 def test_one_layer_of_a_blockwise_cache_needs_an_unpacker():
