@@ -110,7 +110,8 @@ class SocketCarrier(Carrier):
         self._lock = threading.Lock()
         self._routes: dict[str, _Connection] = {}
         """The connection on which frames leave for a peer, by its name."""
-        self._connections: set[_Connection] = set()
+        self._connections: list[_Connection] = []
+        """All whose threads may still run."""
         self._lost: dict[str, str] = {}
         self._wake, self._alarm = socket.socketpair()
         self._is_closing = False
@@ -129,8 +130,7 @@ class SocketCarrier(Carrier):
             connection = self._routes.get(to.name)
             if connection is None:
                 connection = self._routes[to.name] = _Connection(self, to, None)
-                self._connections.add(connection)
-                connection.start()
+                self._begin(connection)
             if not connection.outbox.put(frame):
                 return "its connection has just ended"
         return None
@@ -176,9 +176,13 @@ class SocketCarrier(Carrier):
                     continue
                 if connected.family != socket.AF_UNIX:
                     notice_silence(connected)
-                connection = _Connection(self, None, connected)
-                self._connections.add(connection)
-                connection.start()
+                self._begin(_Connection(self, None, connected))
+
+    def _begin(self, connection: _Connection) -> None:
+        """Let a connection run, and forget those that have ended."""
+        connection.start()
+        running = [other for other in self._connections if other.is_running]
+        self._connections = [*running, connection]
 
     def met(self, connection: _Connection, peer: Address) -> None:
         """A peer that connected has said who it is."""
@@ -189,7 +193,6 @@ class SocketCarrier(Carrier):
         """A connection is no more; its peer, if it was known, is lost."""
         peer = connection.peer
         with self._lock:
-            self._connections.discard(connection)
             if self._is_closing or peer is None:
                 return
             is_news = peer.name not in self._lost
@@ -221,6 +224,11 @@ class _Connection:
         who = f"{carrier.address} and {peer or 'who connects'}"
         self._receiver = threading.Thread(target=self._run_receiver, name=f"{who} receives")
         self._sender = threading.Thread(target=self._run_sender, name=f"{who} sends")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a thread of it is; the receiving one ends last."""
+        return self._receiver.is_alive()
 
     def start(self) -> None:
         self._receiver.start()

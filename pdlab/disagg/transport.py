@@ -16,7 +16,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -84,15 +84,14 @@ class Parcel:
 def make_parcel(
     transfer_id: str, layers: range, tokens: range, payload: Tensor, is_last: bool
 ) -> Parcel:
-    """A parcel with the checksum of its payload."""
-    return Parcel(
-        transfer_id,
-        (layers.start, layers.stop),
-        (tokens.start, tokens.stop),
-        payload,
-        checksum_of(payload),
-        is_last,
-    )
+    """A parcel with the checksum of its payload.
+
+    Raises:
+        ValueError: see `Parcel`.
+    """
+    bounds = (layers.start, layers.stop), (tokens.start, tokens.stop)
+    parcel = Parcel(transfer_id, *bounds, payload, 0, is_last)
+    return replace(parcel, checksum=checksum_of(payload))
 
 
 @dataclass(frozen=True)

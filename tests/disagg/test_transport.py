@@ -126,6 +126,28 @@ def test_what_the_sender_withdraws_fails_at_the_receiver(pair: Pair) -> None:
     assert a.failures() == []
 
 
+def test_a_transfer_withdrawn_in_mid_air_leaves_the_next_intact(pair: Pair) -> None:
+    a, b = pair
+    for parcel in parcels_of("mid-air", [3_000_000] * 9)[:8]:
+        a.send(b.address, parcel)
+    a.withdraw("mid-air")
+    after = parcels_of("after mid-air", [100_000, 5])
+    for parcel in after:
+        a.send(b.address, parcel)
+    received: list[Parcel] = []
+    failed: set[str | None] = set()
+
+    def ready() -> bool:
+        received.extend(b.receive())
+        failed.update(failure.transfer_id for failure in b.failures())
+        return len([p for p in received if p.transfer_id == "after mid-air"]) == 2
+
+    wait_for(ready, b, "the next transfer")
+    assert failed == {"mid-air"}
+    assert same([p for p in received if p.transfer_id == "after mid-air"], after)
+    assert all(parcel.checksum == checksum_of(parcel.payload) for parcel in received)
+
+
 def test_withdrawing_what_is_complete_harms_nobody(pair: Pair) -> None:
     a, b = pair
     sent = parcels_of("complete", [1000, 10])
