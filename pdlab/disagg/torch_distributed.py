@@ -218,18 +218,21 @@ class _Pair:
                 self.carrier.on_frame(self.peer, frame)
             reason = "it closed"
         except Exception as error:  # whatever it is: the peer is lost, the thread ends in order
-            reason = str(error).splitlines()[0]
+            reason = self._lost or _first_line(error)
         self._lost = reason
         unsent = self.outbox.end()
         if not self._is_leaving:
             self.carrier.on_lost(Lost(self.peer, reason, unsent, is_orderly))
 
     def _run_sender(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the receiving thread sees that, and reports it
+        try:
             while (frame := self.outbox.take()) is not None:
                 self._group.send([_encode(frame)], self._other, HEAD).wait(FOREVER)
                 if frame.payload is not None and frame.payload.numel():
                     self._send(frame.payload)
+        except RuntimeError as error:
+            self._lost = _first_line(error)
+            self._break()  # the receiving thread sees that, and reports it
 
     def _send(self, payload: Tensor) -> None:
         lane = self._lanes[self._me]
@@ -253,6 +256,11 @@ class _Pair:
             with contextlib.suppress(RuntimeError):
                 nothing = torch.empty(1, dtype=torch.uint8)
                 self._group.recv([nothing], self._other, NEVER).wait(timedelta(milliseconds=1))
+
+
+def _first_line(error: Exception) -> str:
+    """What gloo says, without where in its source it says so."""
+    return str(error).partition("\n")[0]
 
 
 def _encode(frame: Frame) -> Tensor:

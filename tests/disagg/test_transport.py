@@ -7,11 +7,16 @@ import os
 import pickle
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from pdlab.disagg.in_process import InProcess, Switchboard
 from pdlab.disagg.link import Link
+from pdlab.disagg.torch_distributed import TorchDistributed
 from pdlab.disagg.transport import Parcel, Transport, checksum_of, make_parcel
 from tests.disagg.bodies import (
     BODIES,
@@ -245,6 +250,56 @@ def _num_files() -> int:
 
 def _num_tasks() -> int:
     return len(os.listdir("/proc/self/task"))
+
+
+def test_a_killed_peer_in_process_is_lost_to_those_who_know_it() -> None:
+    board = Switchboard()
+    a, b, stranger = (InProcess(board, name) for name in ("a", "b", "stranger"))
+    a.send(b.address, parcels_of("half", [10, 10])[0])
+    ticket = a.publish("published", parcels_of("published", [10]))
+    a.kill()
+    assert [failure[:2] for failure in b.failures()] == [(None, a.address), ("half", a.address)]
+    assert stranger.failures() == []
+    stranger.fetch(ticket)
+    lost = [(failure.transfer_id, failure.reason) for failure in stranger.failures()]
+    assert lost == [(None, "killed"), ("published", "killed")]
+    b.send(a.address, parcels_of("too late", [10])[0])
+    assert [failure.transfer_id for failure in b.failures()] == ["too late"]
+    again = InProcess(board, "a")
+    assert again.address.name != a.address.name
+    for transport in (a, b, stranger, again):
+        transport.close()
+
+
+def test_nixl_lends_its_buffers_again() -> None:
+    a, b = make_pair("nixl")
+    from pdlab.disagg.nixl_transport import NixlTransport
+
+    assert isinstance(a, NixlTransport)
+    for number in range(10):
+        a.send(b.address, parcels_of(f"push {number}", [100_000])[0])
+        b.fetch(a.publish(f"pull {number}", parcels_of(f"pull {number}", [100_000])))
+        receive(b, 2)
+        a.withdraw(f"pull {number}")
+        wait_for(lambda: not a._loans, a, "the end of the loans")
+    assert len(a._memory._all) == 2
+    assert all(buffer.num_holders == 0 for buffer in a._memory._all)
+    a.close()
+    b.close()
+
+
+def test_torch_takes_over_the_group_that_exists(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    transport = TorchDistributed.of_default_group()
+    assert transport.address.name == "rank-0"
+    other = replace(transport.address, name="rank-1")
+    transport.send(other, parcels_of("nobody", [10])[0])
+    (failure,) = await_failures(transport, "nobody")
+    assert "not another rank" in failure.reason
+    transport.close()
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="rank is 2; it must be from 0 to 1"):
+        TorchDistributed(dist.HashStore(), 2, 2)
 
 
 # --- links ------------------------------------------------------------------------------------
