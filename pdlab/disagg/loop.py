@@ -1,0 +1,110 @@
+"""The loop of a worker that lives elsewhere, and what is said to it beside commands.
+
+router                                   worker
+            <- Hello
+  [commands] ->                          a turn
+            <- [events]                  ... and so on, while the engine has work
+  Ask ->                                 a turn
+            <- Answer
+  Stop ->                                the end
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from pdlab.disagg.messages import Event
+from pdlab.disagg.worker import Worker
+
+START_S = 120.0
+"""How long a worker may take to begin."""
+ANSWER_S = 60.0
+"""How long it may take to answer a question: a step of its engine, and what it has to say."""
+CLOSE_S = 5.0
+"""How long it may take to end in good order, once asked."""
+LONGEST_WAIT_S = 60.0
+"""Of a worker with nothing to do; what comes wakes it."""
+SHORTEST_WAIT_S = 0.01
+"""Of one that has something to do, but no room for it."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A question, which is answered once all commands before it are obeyed."""
+
+    what: Literal["trace", "load", "clock"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    value: Any
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End in good order."""
+
+
+class Pipe(Protocol):
+    """The worker's end: what `serve` needs of it. `drain` sends all, however long it takes."""
+
+    def fileno(self) -> int: ...
+    def receive(self) -> list[Any]: ...
+    def send(self, message: Any) -> None: ...
+    def drain(self) -> None: ...
+
+
+def serve(worker: Worker, pipe: Pipe) -> None:
+    """Be a worker's process: until a `Stop`, or until the other end is gone.
+
+    While there is nothing to do it sleeps; commands, parcels and the end of a lease wake it. Ends
+    with the worker closed.
+    """
+    try:
+        _say(pipe, worker.hello())
+        events: list[Event] = []
+        while True:
+            if worker.is_idle:
+                worker.transport.wait(_seconds_to_lease_end(worker), [pipe])
+            elif not events:
+                worker.transport.wait(SHORTEST_WAIT_S, [pipe])
+            messages = pipe.receive()
+            if any(isinstance(message, Stop) for message in messages):
+                return
+            lists = [message for message in messages if isinstance(message, list)]
+            events = worker.turn([command for commands in lists for command in commands])
+            if events:
+                _say(pipe, events)
+            for message in messages:
+                if isinstance(message, Ask):
+                    _say(pipe, Answer(_answer(worker, message.what)))
+    except (EOFError, ConnectionError):
+        pass  # nobody is left to tell
+    finally:
+        worker.close()
+
+
+def _say(pipe: Pipe, message: Any) -> None:
+    pipe.send(message)
+    pipe.drain()
+
+
+def _answer(worker: Worker, what: str) -> Any:
+    match what:
+        case "trace":
+            return worker.engine.trace
+        case "load":
+            return worker._load_of(None)
+        case "clock":
+            return time.perf_counter()
+    raise ValueError(f"what={what!r} cannot be asked")
+
+
+def _seconds_to_lease_end(worker: Worker) -> float:
+    ends_s = [
+        *worker.prefill.leases.values(),
+        *(incoming.lease_end_s for incoming in worker.decode.incoming.values()),
+    ]
+    return min([LONGEST_WAIT_S, *(max(0.0, end_s - worker.clock()) for end_s in ends_s)])
