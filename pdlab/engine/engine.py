@@ -473,7 +473,7 @@ class Engine:
         """K and V of some layers and tokens of a request, as they travel: uint8 [num_bytes].
 
         Raises:
-            ValueError: there is no such request, or they have not been computed.
+            ValueError: there is no such request, or its blocks have no such layers or tokens.
         """
         with self._lock:
             sequence = self.sequence_of(request_id)

@@ -269,12 +269,13 @@ class Scheduler:
         """
         self._num_phase_steps = self._num_phase_steps + 1 if batch.made_wait else 0
         freed: list[int] = []
-        drops = self.kv.retention.window is not None
+        size, drops = self.kv.pool.block_size, self.kv.retention.window is not None
         for part in batch.scheduled:
             sequence = part.sequence
             sequence.num_computed_tokens = part.end
             sequence.num_cached_tokens = 0
-            self.kv.register(sequence)
+            if part.end // size > len(sequence.prefixes):
+                self.kv.register(sequence)
             if drops:
                 freed += self.kv.drop_unseen(sequence)
             if part.forks:
