@@ -93,6 +93,7 @@ class CarriedTransport(Transport):
         self.address = carrier.address
         self._carrier = carrier
         self._clock = clock
+        self.link = link
         self._bookings = Bookings(link)
         self._mailbox = Mailbox(clock)
         self._lock = threading.Lock()

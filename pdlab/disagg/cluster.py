@@ -128,16 +128,23 @@ class Cluster:
             try:
                 events = host.poll()
             except WorkerDied as death:
-                del self.hosts[name]
                 self.router.lose_worker(name, death.reason, self.now_s())
-                host.close()
+                self._lose(name, host)
                 heard = True
+                continue
+            if not self.router.peers[name].is_alive:  # given up: nothing it does may count
+                self._lose(name, host)
                 continue
             for event in events:
                 heard = True
                 offset_s = host.clock_offset_s - self._epoch_s
                 self.router.on_event(name, event, self.now_s(), offset_s)
         return heard
+
+    def _lose(self, name: str, host: Host) -> None:
+        host.kill()
+        host.close()
+        del self.hosts[name]
 
     def _settle(self) -> None:
         """Carry out what is left to tell."""

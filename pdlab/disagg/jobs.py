@@ -82,12 +82,14 @@ class Job:
         self.is_held = False
         self.num_transfers = 0
 
-    def take(self, event: Produced, time_s: float) -> None:
+    def take(self, event: Produced, clock_offset_s: float = 0.0) -> Chunk:
         """A piece of its output, which goes on to the caller."""
-        chunk = replace(event.chunk, times_s=[time_s] * len(event.chunk.token_ids))
+        times_s = event.times_s or [event.time_s] * len(event.chunk.token_ids)
+        chunk = replace(event.chunk, times_s=[time_s + clock_offset_s for time_s in times_s])
         self.state.output_ids.extend(chunk.token_ids)
         self.metrics.token_times_s += chunk.times_s
         self.chunks.append(chunk)
+        return chunk
 
     def output(self) -> RequestOutput:
         """The finished request, as the caller sees it."""
@@ -126,6 +128,8 @@ class Peer:
     jobs: dict[str, Job] = field(default_factory=dict)
     """By the name that it knows them by."""
     is_alive: bool = True
+    heard_s: float = 0.0
+    """When it last said something, or last had nothing to do."""
 
     @property
     def name(self) -> str:

@@ -96,7 +96,7 @@ def _answer(worker: Worker, what: str) -> Any:
         case "trace":
             return worker.engine.trace
         case "load":
-            return worker._load_of(None)
+            return worker.load()
         case "clock":
             return time.perf_counter()
     raise ValueError(f"what={what!r} cannot be asked")

@@ -138,7 +138,7 @@ class Abort:
 
 @dataclass(frozen=True)
 class Renew:
-    """These requests are still wanted: their leases begin anew."""
+    """These requests are still wanted: their leases begin anew. It is answered with the load."""
 
     request_ids: list[str]
 
@@ -164,6 +164,8 @@ class Hello:
     """What its clock shows now."""
     epoch_s: float
     """What it showed when its engine's clock began."""
+    link: str = ""
+    """The simulated link that it sends and fetches over, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,8 @@ class Produced:
     chunk: Chunk
     time_s: float
     """When its token was there, on the worker's clock."""
+    times_s: tuple[float, ...] = ()
+    """Of each token, where several that came one after the other are told of at once."""
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,8 @@ class Memory:
                 buffer.num_holders = 1
                 return buffer
         with self._lock:
-            tensor = torch.empty(size, dtype=torch.uint8, device=self._device)
+            with torch.inference_mode(False):  # it is written again, also outside of a step
+                tensor = torch.empty(size, dtype=torch.uint8, device=self._device)
             registration = self._agent.register_memory(tensor)
             metadata = self._agent.get_partial_agent_metadata(registration, False, ["UCX"])
             key = str(len(self._all))

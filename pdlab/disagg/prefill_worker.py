@@ -155,6 +155,8 @@ class PrefillWorker:
         Raises:
             ValueError: the layouts do not go together.
         """
+        if before := self._published.pop(request_id, None):
+            self.transport.withdraw(before)
         transfer_id = self._published[request_id] = self._new_transfer(request_id)
         parcels = list(self._parcels(request_id, route, transfer_id))
         return Published(request_id, self.transport.publish(transfer_id, parcels))

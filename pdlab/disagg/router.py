@@ -78,6 +78,9 @@ class RouterConfig:
     """Times that one attempt's K and V are pushed or pulled."""
     lease_s: float = 30.0
     """How long workers keep what nobody renews; the router renews in a third of it."""
+    patience_s: float = 120.0
+    """How long a worker that has requests may say nothing, before it is given up. It answers each
+    renewal, but not before its step is over."""
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
@@ -87,6 +90,7 @@ class RouterConfig:
         for name in ("max_backlog_tokens", "max_attempts", "max_transfers"):
             require_int(name, getattr(self, name), least=1)
         require_number("lease_s", self.lease_s, 0.001, 1e9)
+        require_number("patience_s", self.patience_s, self.lease_s, 1e9)
 
 
 class Router:
@@ -102,6 +106,7 @@ class Router:
         self.placement = Placement()
         self._queue: deque[Job] = deque()
         self._commands: defaultdict[str, list[Command]] = defaultdict(list)
+        self._placed_s = 0.0
         self._renewed_s: float | None = None
         self._lost: dict[Job, FailureRecord] = {}
         """Whose output stands still since a failure."""
@@ -200,6 +205,7 @@ class Router:
 
     def take_commands(self, now_s: float) -> dict[str, list[Command]]:
         """Place who can be placed; all commands since the last call, by worker, in order."""
+        self._placed_s = now_s
         while self._queue:
             job = self._queue.popleft()
             if not self._place(job):
@@ -218,7 +224,11 @@ class Router:
             return
         self._renewed_s = now_s
         for peer in self._alive():
-            if peer.jobs:
+            if peer.jobs and now_s - peer.heard_s > self.config.patience_s:
+                self.lose_worker(
+                    peer.name, f"it said nothing for {now_s - peer.heard_s:.0f} s", now_s
+                )
+            elif peer.jobs:
                 self._post(peer.name, Renew(list(peer.jobs)))
 
     # --- placing --------------------------------------------------------------------------------
@@ -264,6 +274,8 @@ class Router:
         return True
 
     def _assign(self, job: Job, peer: Peer) -> None:
+        if not peer.jobs:
+            peer.heard_s = self._placed_s
         peer.jobs[job.name] = job
 
     def _reserve(self, job: Job, peer: Peer) -> None:
@@ -313,6 +325,7 @@ class Router:
             clock_offset_s: what to add to a time of the worker's clock.
         """
         peer = self._peer(name)
+        peer.heard_s = now_s
         if isinstance(event, Load):
             peer.load = event
             self.placement.learn(peer, event)
@@ -328,7 +341,7 @@ class Router:
                     job.metrics.first_scheduled_s = time_s + clock_offset_s
                     job.metrics.num_cached_tokens = num_cached
             case Produced():
-                self._on_produced(job, event, event.time_s + clock_offset_s)
+                self._on_produced(job, event, clock_offset_s)
             case Held():
                 self._on_held(job, event)
             case Reserved():
@@ -343,12 +356,13 @@ class Router:
             case Failed():
                 self._on_failed(job, peer, event)
 
-    def _on_produced(self, job: Job, event: Produced, time_s: float) -> None:
+    def _on_produced(self, job: Job, event: Produced, clock_offset_s: float) -> None:
         if event.chunk.token_ids and job.stage is Stage.PREFILLING:
             [job.next_id] = event.chunk.token_ids
-        job.take(event, time_s)
+        times_s = job.take(event, clock_offset_s).times_s
         if record := self._lost.pop(job, None):
-            record.recovered_s[job.request_id] = time_s
+            first_s = times_s[0] if times_s else event.time_s + clock_offset_s
+            record.recovered_s[job.request_id] = first_s
 
     def _on_held(self, job: Job, event: Held) -> None:
         job.is_held = True
@@ -373,6 +387,8 @@ class Router:
         assert job.decode_on is not None
         transfer = event.transfer.shifted(clock_offset_s)
         transfer.request_id, transfer.source = job.request_id, job.prefill_on or transfer.source
+        sender = transfer.target if transfer.kind == "pull" else transfer.source
+        transfer.link = self.peers[sender].hello.link
         self.transfers.append(transfer)
         self.placement.note(self.peers[job.decode_on], job.sent_state)
         job.stage = Stage.DECODING

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pdlab.disagg.link import Link
+
 MAX_ID_BYTES = 256
 """How long a transfer's id may be, in UTF-8."""
 
@@ -157,6 +159,8 @@ class Transport(ABC):
     name: str
     """What it is called in traces and pictures."""
     address: Address
+    link: Link | None = None
+    """The slower link that is simulated for what is sent and fetched here."""
 
     @abstractmethod
     def send(self, to: Address, parcel: Parcel) -> None:

@@ -87,7 +87,7 @@ class Worker:
         self.clock = clock
         self._told: dict[str, bool] = {}
         """Requests on the engine, and whether it was told that they run."""
-        self._load: Load | None = None
+        self._told_load: Load | None = None
 
     def hello(self) -> Hello:
         """What others must know of it."""
@@ -99,6 +99,7 @@ class Worker:
             max_num_seqs=self.engine.config.max_num_seqs,
             clock_s=(now_s := self.clock()),
             epoch_s=now_s - self.engine.now_s(),
+            link=link.name or "a link" if (link := self.transport.link) else "",
         )
 
     @property
@@ -124,9 +125,9 @@ class Worker:
         if record is not None and self.slowdown > 1:
             time.sleep(record.wall_s * (self.slowdown - 1))
         events += self._news()
-        load = self._load_of(record)
-        if load != self._load:
-            self._load = load
+        load = self.load(record)
+        if load != self._told_load:
+            self._told_load = load
             events.append(load)
         return events
 
@@ -146,6 +147,7 @@ class Worker:
                     if self.prefill.holds(request_id):
                         self.prefill.renew(request_id)
                     self.decode.renew(request_id)
+                self._told_load = None  # to be told again: it is a sign of life
             case Abort(request_id) | Release(request_id):
                 self._forget(request_id)
             case Reserve():
@@ -233,7 +235,8 @@ class Worker:
             num_preemptions=output.metrics.num_preemptions,
         )
 
-    def _load_of(self, record: StepRecord | None) -> Load:
+    def load(self, record: StepRecord | None = None) -> Load:
+        """How much there is to do, and what the step just made held."""
         scheduler = self.engine.scheduler
         return Load(
             num_waiting=len(scheduler.waiting) + len(self.decode.asked),

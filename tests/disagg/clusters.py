@@ -15,6 +15,16 @@ from pdlab.disagg.worker import Role, Worker
 from pdlab.engine.fake import FakeRunner
 
 
+class TurnClock:
+    """Seconds that pass as the cluster steps."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 def local_cluster(
     model: Model,
     workers: Mapping[str, tuple[Role, EngineConfig]],

@@ -13,22 +13,12 @@ from pdlab import EngineConfig, SamplingParams
 from pdlab.disagg.router import TRANSFERS, RouterConfig
 from pdlab.disagg.transport import Transport
 from pdlab.engine.fake import expected_tokens
-from tests.disagg.clusters import check_idle, engine_of, local_cluster
+from tests.disagg.clusters import TurnClock, check_idle, engine_of, local_cluster
 from tests.disagg.faults import Faults, FaultyTransport
 from tests.engine.fuzz import CONFIG, VOCAB, random_tokens
 from tests.helpers import random_model
 
 MODEL = random_model(replace(CONFIG, num_layers=2, max_model_len=64, eos_token_ids=()))
-
-
-class TurnClock:
-    """Seconds that pass as the cluster steps."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def fuzz(seed: int) -> dict[str, int]:

@@ -9,7 +9,7 @@ import torch
 
 from pdlab import Engine, EngineConfig, SamplingParams
 from pdlab.disagg.router import RouterConfig
-from tests.disagg.clusters import check_idle, engine_of, local_cluster
+from tests.disagg.clusters import TurnClock, check_idle, engine_of, local_cluster
 from tests.helpers import plain_kv, random_model, random_prompt, run_watched, watch
 
 MODEL = random_model()
@@ -186,3 +186,25 @@ def test_streams_give_tokens_as_they_come_and_closing_one_aborts_it():
         stream.close()
         cluster.generate([random_prompt(4)], SamplingParams(max_tokens=2))
         check_idle(engine_of(cluster, "d0"))
+
+
+def test_a_worker_that_says_nothing_is_given_up():
+    clock = TurnClock()
+    router = RouterConfig(lease_s=3, patience_s=9)
+    workers = {"p0": ("prefill", EXACT), "d0": ("decode", EXACT), "d1": ("decode", EXACT)}
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    with Engine(MODEL, EXACT) as engine:
+        [alone] = engine.generate([random_prompt(10)], params)
+    with local_cluster(MODEL, workers, router, clock=clock) as cluster:
+        request_id = cluster.submit(random_prompt(10), params)
+        while not cluster.transfers:
+            cluster.step(0)
+        stuck = cluster.hosts["d0"]
+        stuck.poll = list  # type: ignore[method-assign]
+        while cluster.step(0):
+            clock.now_s += 0.5
+        assert cluster.collect(request_id).token_ids == alone.token_ids
+        [failure] = cluster.failures
+        assert failure.worker == "d0"
+        assert "said nothing" in failure.reason
+        assert list(cluster.hosts) == ["p0", "d1"]
