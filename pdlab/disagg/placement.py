@@ -8,23 +8,27 @@ computed once more than was thought.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from pdlab.disagg.jobs import Job, Peer, Stage
 from pdlab.disagg.messages import Load
 from pdlab.engine.moving import RequestState
-from pdlab.kvcache.prefix import Prefix
+from pdlab.kvcache.prefix import chain_hash
 
 SMOOTHING = 0.2
 """Weight of the newest step in a worker's measured speed."""
+MOST_CHAINS = 4096
+"""Prompts whose blocks are kept at hand, as they are asked for again and again."""
 
 
 class Placement:
     """Chooses among workers; knows nothing of what follows."""
 
     def __init__(self) -> None:
-        self._known: dict[str, OrderedDict[Prefix, None]] = {}
-        """Full blocks that a worker has computed or received, the oldest first."""
+        self._known: dict[str, OrderedDict[int, None]] = {}
+        """Full blocks that a worker has computed or received, the oldest first: hashes, for two
+        that are equal by chance only spoil an estimate."""
+        self._chains: OrderedDict[tuple[int, int], tuple[list[int], list[int]]] = OrderedDict()
         self._tokens_per_s: dict[str, float] = {}
         """Prompt tokens that a worker computes, by its steps that held nothing else."""
 
@@ -77,8 +81,8 @@ class Placement:
         if not known or not state.params.prefix_cache:
             return state.num_tokens
         cached = 0
-        for prefix in _blocks_of(peer, state):
-            if prefix not in known:
+        for block in self._blocks_of(peer, state):
+            if block not in known:
                 break
             cached += peer.hello.layout.block_size
         return state.num_tokens - cached
@@ -86,9 +90,9 @@ class Placement:
     def note(self, peer: Peer, state: RequestState) -> None:
         """A worker has K and V of these tokens now."""
         known = self._known.setdefault(peer.name, OrderedDict())
-        for prefix in _blocks_of(peer, state):
-            known[prefix] = None
-            known.move_to_end(prefix)
+        for block in self._blocks_of(peer, state):
+            known[block] = None
+            known.move_to_end(block)
         while len(known) > peer.hello.num_blocks:
             known.popitem(last=False)
 
@@ -104,13 +108,24 @@ class Placement:
         self._known.pop(name, None)
         self._tokens_per_s.pop(name, None)
 
+    def _blocks_of(self, peer: Peer, state: RequestState) -> list[int]:
+        """Hashes of a state's full blocks, each with all that stands before it."""
+        size, prompt_ids = peer.hello.layout.block_size, state.prompt_ids
+        key = id(prompt_ids), size  # of a list that is kept, so that no other can have its id
+        _, chain = self._chains.pop(key, None) or (prompt_ids, _chain([], prompt_ids, size))
+        self._chains[key] = prompt_ids, chain
+        if len(self._chains) > MOST_CHAINS:
+            self._chains.popitem(last=False)
+        return _chain(chain, state.token_ids, size) if state.output_ids else chain
 
-def _blocks_of(peer: Peer, state: RequestState) -> Iterator[Prefix]:
-    size, tokens = peer.hello.layout.block_size, state.token_ids
-    prefix: Prefix | None = None
-    for start in range(0, len(tokens) - size + 1, size):
-        prefix = Prefix(prefix, tuple(tokens[start : start + size]))
-        yield prefix
+
+def _chain(begun: list[int], tokens: list[int], size: int) -> list[int]:
+    """The blocks of these tokens, of which the first are given."""
+    chain, last = list(begun), begun[-1] if begun else hash(None)
+    for start in range(len(begun) * size, len(tokens) - size + 1, size):
+        last = chain_hash(last, tuple(tokens[start : start + size]))
+        chain.append(last)
+    return chain
 
 
 def _growth(job: Job) -> int:

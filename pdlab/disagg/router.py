@@ -385,7 +385,7 @@ class Router:
 
     def _on_arrived(self, job: Job, event: Arrived, clock_offset_s: float) -> None:
         assert job.decode_on is not None
-        transfer = event.transfer.shifted(clock_offset_s)
+        transfer = event.transfer.shifted(clock_offset_s) if clock_offset_s else event.transfer
         transfer.request_id, transfer.source = job.request_id, job.prefill_on or transfer.source
         sender = transfer.target if transfer.kind == "pull" else transfer.source
         transfer.link = self.peers[sender].hello.link
