@@ -164,6 +164,7 @@ class Hello:
     """What its clock shows now."""
     epoch_s: float
     """What it showed when its engine's clock began."""
+    has_prefix_cache: bool = True
     link: str = ""
     """The simulated link that it sends and fetches over, if there is one."""
 

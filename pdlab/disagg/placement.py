@@ -89,6 +89,8 @@ class Placement:
 
     def note(self, peer: Peer, state: RequestState) -> None:
         """A worker has K and V of these tokens now."""
+        if not peer.hello.has_prefix_cache or not state.params.prefix_cache:
+            return
         known = self._known.setdefault(peer.name, OrderedDict())
         for block in self._blocks_of(peer, state):
             known[block] = None
@@ -112,10 +114,11 @@ class Placement:
         """Hashes of a state's full blocks, each with all that stands before it."""
         size, prompt_ids = peer.hello.layout.block_size, state.prompt_ids
         key = id(prompt_ids), size  # of a list that is kept, so that no other can have its id
-        _, chain = self._chains.pop(key, None) or (prompt_ids, _chain([], prompt_ids, size))
-        self._chains[key] = prompt_ids, chain
-        if len(self._chains) > MOST_CHAINS:
-            self._chains.popitem(last=False)
+        if key not in self._chains:
+            self._chains[key] = prompt_ids, _chain([], prompt_ids, size)
+            if len(self._chains) > MOST_CHAINS:
+                self._chains.popitem(last=False)
+        _, chain = self._chains[key]
         return _chain(chain, state.token_ids, size) if state.output_ids else chain
 
 

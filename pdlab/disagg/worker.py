@@ -99,6 +99,7 @@ class Worker:
             max_num_seqs=self.engine.config.max_num_seqs,
             clock_s=(now_s := self.clock()),
             epoch_s=now_s - self.engine.now_s(),
+            has_prefix_cache=self.engine.config.enable_prefix_cache,
             link=link.name or "a link" if (link := self.transport.link) else "",
         )
 

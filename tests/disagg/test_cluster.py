@@ -153,6 +153,15 @@ def test_short_prompts_can_be_computed_where_they_decode():
         assert [transfer.request_id for transfer in cluster.transfers] == ["r1"]
 
 
+def test_without_a_prefix_cache_every_prompt_travels():
+    config = replace(EXACT, enable_prefix_cache=False)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    with pair(config, config, "stream") as cluster:
+        for _ in range(2):
+            cluster.generate([random_prompt(16)], params)
+        assert [transfer.num_tokens for transfer in cluster.transfers] == [16, 16]
+
+
 @pytest.mark.parametrize("num_steps", range(9))
 @pytest.mark.parametrize("transfer", TRANSFERS)
 def test_abort_at_any_stage_frees_both_sides(transfer, num_steps):
