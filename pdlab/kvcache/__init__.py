@@ -5,9 +5,10 @@ from pdlab.kvcache.formats import KVFormat, parse_kv_format
 from pdlab.kvcache.manager import Hits, Holder, KVManager, PrefixCacheStats, Release, Retention
 from pdlab.kvcache.memory import KVMemory
 from pdlab.kvcache.open_blocks import WritePlan
+from pdlab.kvcache.packing import KVWriter, Unpacker, pack, unpack
 from pdlab.kvcache.paged import PagedKVCache, copy_blocks
 from pdlab.kvcache.prefix import Prefix
-from pdlab.kvcache.wire import KVLayout, KVWriter, Unpacker, Wire, pack, unpack
+from pdlab.kvcache.wire import KVLayout, Wire
 
 __all__ = [
     "BlockPool",

@@ -146,9 +146,10 @@ class KVManager:
 
         At least one token is left to compute: its logits are needed, and logits are not cached. So
         if all blocks are found, the last token is computed again (or the last block, if blocks
-        cannot be rewritten). Where the logits are computed elsewhere, `num_left` is 0. What another sequence computes in the same step cannot be found yet:
-        twins that start together both compute, each in blocks of its own, and later ones find those
-        of the first. Blocks behind the window are not needed, and need not be there.
+        cannot be rewritten). Where the logits are computed elsewhere, `num_left` is 0. What another
+        sequence computes in the same step cannot be found yet: twins that start together both
+        compute, each in blocks of its own, and later ones find those of the first. Blocks behind
+        the window are not needed, and need not be there.
         """
         chain = self._known_chain(holder, num_left)
         while chain:
