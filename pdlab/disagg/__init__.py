@@ -1,1 +1,35 @@
-"""Prefill/decode disaggregation: workers for prompts, workers for outputs, and K and V between."""
+"""Prefill/decode disaggregation: workers for prompts, workers for outputs, and K and V between.
+
+with local_cluster(model) as cluster:                       # in this process, deterministic
+with process_cluster(model, local_specs(1, 1)) as cluster:  # a process for each, on its cores
+    cluster.generate(prompts, params)                       # as of `pdlab.Engine`
+"""
+
+from pdlab.disagg.cluster import Cluster
+from pdlab.disagg.hosts import LocalHost, WorkerDied
+from pdlab.disagg.link import LINKS, Link
+from pdlab.disagg.local import local_cluster
+from pdlab.disagg.processes import process_cluster
+from pdlab.disagg.replay import replay_on_cluster
+from pdlab.disagg.router import Router, RouterConfig
+from pdlab.disagg.serving import ClusterRun
+from pdlab.disagg.spec import TransportSpec, WorkerSpec, local_specs
+from pdlab.disagg.worker import Worker
+
+__all__ = [
+    "LINKS",
+    "Cluster",
+    "ClusterRun",
+    "Link",
+    "LocalHost",
+    "Router",
+    "RouterConfig",
+    "TransportSpec",
+    "Worker",
+    "WorkerDied",
+    "WorkerSpec",
+    "local_cluster",
+    "local_specs",
+    "process_cluster",
+    "replay_on_cluster",
+]

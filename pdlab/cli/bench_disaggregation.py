@@ -1,0 +1,84 @@
+"""`pdlab bench disaggregation`: what the same cores do under four plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pdlab.bench.disaggregation import (
+    DisaggregationBench,
+    Overlap,
+    PlanFigures,
+    measure_disaggregation,
+)
+from pdlab.cli.text import seconds
+from pdlab.cli.walk import check_save
+from pdlab.disagg.link import LINKS
+from pdlab.models import load
+from pdlab.requirements import require_choice, require_int
+
+
+def bench_disaggregation(model: str, *, repeats: int, link: str, save: Path | None) -> None:
+    """Measure, and print it.
+
+    Raises:
+        ValueError: a parameter is out of range; nothing was loaded yet.
+    """
+    check_save(save)
+    require_int("repeats", repeats, least=1, most=1000)
+    require_choice("link", link, tuple(LINKS))
+    console = Console(highlight=False)
+    found = measure_disaggregation(
+        load(model), repeats=repeats, links=(link,), progress=console.is_terminal
+    )
+    for part in _report(found):
+        console.print(part, soft_wrap=isinstance(part, str))
+    if save:
+        found.save(save)
+        console.print(f"saved: {save}", soft_wrap=True)
+
+
+def _report(found: DisaggregationBench) -> Iterator[str | Table]:
+    yield (
+        f"on {escape(str(found.machine['processor']))}; {escape(found.model)}; each served "
+        f"{found.repeats} times, in turns: median, lowest and highest"
+    )
+    for workload in dict.fromkeys(each.workload for each in found.plans):
+        yield f"\n[bold]{workload}[/], measured"
+        yield _plans([each for each in found.plans if each.workload == workload])
+    for overlap in found.overlaps:
+        yield from _overlap(overlap)
+
+
+def _plans(plans: list[PlanFigures]) -> Table:
+    table = Table("plan", "ITL p50", "ITL p99", "TTFT p50", "tokens/s", box=None, pad_edge=False)
+    for each in plans:
+        rate, low, high = each.tokens_per_s
+        table.add_row(
+            each.plan,
+            _spread(each.itl_p50_s),
+            _spread(each.itl_p99_s),
+            _spread(each.ttft_p50_s),
+            f"{rate:.1f} ({low:.1f} to {high:.1f})",
+        )
+    return table
+
+
+def _overlap(found: Overlap) -> Iterator[str]:
+    yield (
+        f"\n[bold]K and V of {found.num_tokens} tokens[/], {found.num_bytes / 1e6:.1f} MB, over "
+        f"{found.link}, simulated: {seconds(found.link_s)} by its bandwidth"
+    )
+    yield "from the first token until the decode worker goes on, measured:"
+    yield f"  the whole prompt at once  {_spread(found.push_wait_s)}"
+    yield f"  layer by layer            {_spread(found.stream_wait_s)}"
+    yield f"  so layer by layer hides {found.hidden:.0%} of it"
+
+
+def _spread(values: tuple[float, float, float]) -> str:
+    middle, low, high = map(seconds, values)
+    return f"{middle} ({low} to {high})"
