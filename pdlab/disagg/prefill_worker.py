@@ -122,7 +122,7 @@ class PrefillWorker:
             layers = range(out.num_packed_layers, layer + 1)
             out.num_packed_layers = layer + 1
             if is_last_layer:
-                out.num_sent, out.is_broken = part.end, False
+                out.num_sent, out.is_broken = max(out.num_sent, part.end), False
             if tokens:
                 self._send(out, layers, tokens, is_last=part.samples and is_last_layer)
 
