@@ -46,6 +46,11 @@ class SimulatedSender:
         self._bookings = Bookings(self.spec.link)
         self._outgoing: dict[str, _Outgoing] = {}
 
+    @property
+    def link_name(self) -> str:
+        link = self.spec.link
+        return link.name or "a link" if link else ""
+
     def wire(self, source: str, target: str) -> AnyWire:
         """How K and V travel between two workers.
 
@@ -85,10 +90,8 @@ class SimulatedSender:
         self, request_id: str, source: str, target: str, kind: str, parcels: list[ParcelRecord]
     ) -> None:
         if parcels:
-            wire, link = str(self.wire(source, target)), self.spec.link
-            name = link.name if link else ""
-            shipment = Shipment(target, source, request_id, kind, wire, name, parcels)
-            self.outbox.append(shipment)
+            wire = str(self.wire(source, target))
+            self.outbox.append(Shipment(target, source, request_id, kind, wire, parcels))
 
     # --- layer by layer -------------------------------------------------------------------------
 

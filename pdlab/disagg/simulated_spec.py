@@ -99,7 +99,6 @@ class Shipment:
     request_id: str
     kind: str
     wire: str
-    link: str
     parcels: list[ParcelRecord]
 
     @property

@@ -146,6 +146,8 @@ class SimulatedWorker:
             max_num_seqs=config.max_num_seqs,
             clock_s=0.0,
             epoch_s=0.0,
+            has_prefix_cache=config.enable_prefix_cache,
+            link=self.sender.link_name,
         )
 
     def take_sent(self) -> list[Shipment]:
@@ -172,6 +174,27 @@ class SimulatedWorker:
         self._pack_s = self.sender.send_layers(self.engine.computed(), self._start_s, step_end_s)
         self.end_s = step_end_s + self._pack_s
         return self.end_s
+
+    def is_urgent(self, command: Command) -> bool:
+        """Whether it may change the steps to come; the token for K and V still on their way cannot.
+
+        Whatever comes waits for the end of the turn; what is urgent makes the turn end sooner.
+        """
+        if not isinstance(command, Continue):
+            return True
+        room = self._rooms.get(command.request_id)
+        if room is None:
+            return False
+        coming = [shipment.request_id for shipment in self.arrived]
+        return room.num_cached_tokens == room.num_tokens or command.request_id in coming
+
+    def awaits(self, shipment: Shipment) -> bool:
+        """Whether a request can run with it: one whose token is known."""
+        room = self._rooms.get(shipment.request_id)
+        if room is None or room.has_token:
+            return room is not None
+        coming = [c.request_id for c in self.commands if isinstance(c, Continue)]
+        return shipment.request_id in coming
 
     def interrupt(self, now_s: float) -> float | None:
         """Somebody wants in: returns when the turn ends now."""
@@ -326,7 +349,6 @@ class SimulatedWorker:
             num_cached_tokens=room.num_cached_tokens,
             parcels=shipment.parcels if shipment else [],
             ready_s=self._start_s,
-            link=shipment.link if shipment else "",
         )
         self._events.append(Arrived(request_id, transfer))
 

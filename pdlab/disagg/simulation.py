@@ -14,7 +14,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from heapq import heappop, heappush
 from typing import Any
 
@@ -31,6 +31,8 @@ from pdlab.workload.arrivals import Arrivals, OpenLoop
 from pdlab.workload.serving import ServedRequest, StepSpan
 from pdlab.workload.simulation import state_of
 from pdlab.workload.traces import TraceRequest
+
+LONG_S = 1e9
 
 
 def simulate_cluster(
@@ -90,7 +92,7 @@ def _no_collection() -> Iterator[None]:
 class _Router(Router):
     """One that notes who has ended."""
 
-    def __init__(self, config: RouterConfig | None):
+    def __init__(self, config: RouterConfig):
         super().__init__(config)
         self.ended: list[Job] = []
 
@@ -113,7 +115,9 @@ class _Simulation:
     ):
         self.arrivals = arrivals
         self.specs = specs
-        self.router = _Router(config)
+        self.config = config or RouterConfig()
+        # here nobody forgets and nobody falls silent, so that nothing need be renewed
+        self.router = _Router(replace(self.config, lease_s=LONG_S, patience_s=LONG_S))
         self.hop_s = hop_s
         self.workers: dict[str, SimulatedWorker] = {}
         self.steps: dict[str, list[StepSpan]] = {}
@@ -163,7 +167,7 @@ class _Simulation:
         return ClusterRun(
             provenance="simulated",
             basis="; ".join(dict.fromkeys(s.step_times.basis for s in self.specs.values())),
-            router=asdict(self.router.config),
+            router=asdict(self.config),
             requests=list(self.requests.values()),
             workers={name: self._worker_run(name) for name in self.specs},
             transfers=self.router.transfers,
@@ -248,7 +252,8 @@ class _Simulation:
     def _deliver(self, name: str, commands: list[Command]) -> None:
         if worker := self.workers.get(name):
             worker.commands += commands
-            self._concerned[name] = None
+            if worker.end_s is None or any(map(worker.is_urgent, commands)):
+                self._concerned[name] = None
 
     def _tell(self, name: str, events: list[Event]) -> None:
         """Let the router hear of what a worker did."""
@@ -260,8 +265,10 @@ class _Simulation:
     def _arrive(self, shipment: Shipment) -> None:
         """K and V come; what its sender has not brought to its end, when it dies, is lost."""
         if shipment.source in self.workers and shipment.target in self.workers:
-            self.workers[shipment.target].arrived.append(shipment)
-            self._concerned[shipment.target] = None
+            worker = self.workers[shipment.target]
+            worker.arrived.append(shipment)
+            if worker.end_s is None or worker.awaits(shipment):
+                self._concerned[shipment.target] = None
 
     # --- workers --------------------------------------------------------------------------------
 
