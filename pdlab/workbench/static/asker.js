@@ -33,3 +33,13 @@ class Asker {
     this.changed(true);
   }
 }
+
+/** A function that calls `draw` once for all traits that come in one message. */
+function onceSoon(draw) {
+  let planned = false;
+  return () => {
+    if (planned) return;
+    planned = true;
+    queueMicrotask(() => ((planned = false), draw()));
+  };
+}

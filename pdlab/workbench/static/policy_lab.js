@@ -56,12 +56,7 @@ class PolicyLab {
     this.asker.ask({ type: "set", values });
   }
 
-  /** Once for all traits that come in one message. */
-  drawSoon() {
-    if (this.drawing) return;
-    this.drawing = true;
-    queueMicrotask(() => ((this.drawing = false), this.draw()));
-  }
+  drawSoon = onceSoon(() => this.draw());
 
   // ---- building: once ---------------------------------------------------------------------
 

@@ -47,12 +47,7 @@ class SamplingView {
 
   get = (name) => this.model.get(name);
 
-  /** Once for all traits that come in one message. */
-  drawSoon() {
-    if (this.drawing) return;
-    this.drawing = true;
-    queueMicrotask(() => ((this.drawing = false), this.draw()));
-  }
+  drawSoon = onceSoon(() => this.draw());
 
   // ---- building ---------------------------------------------------------------------------
 
