@@ -26,6 +26,14 @@ class RoleController:
     are fuller than `most_fill`. A side is idle when it is below half of its limit. One worker stays
     on each side, and `cool_down_s` pass between two switches, so that the effect of one is seen
     before the next. What a worker has begun, it brings to its end: a role says what it is sent.
+
+    Args:
+        most_wait_s: seconds, above 0.
+        most_fill: part of the seats, from 0.01 to 1.
+        cool_down_s: seconds.
+
+    Raises:
+        ValueError: a number is out of range.
     """
 
     def __init__(

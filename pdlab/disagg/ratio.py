@@ -8,12 +8,16 @@ with a simulator for each pair).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pdlab.costmodel import StepShape, StepTimes, causal_pairs
+from pdlab.disagg.serving import ClusterRun
+from pdlab.engine import EngineConfig, RequestMetrics
 from pdlab.requirements import require_int, require_number
-from pdlab.workload.serving import StepSpan
+from pdlab.workload.serving import ServedRequest, StepSpan
 from pdlab.workload.traces import TraceRequest
 
 
@@ -58,7 +62,7 @@ def need_of(
     """What a workload needs, by two machines' step times.
 
     Args:
-        batch: sequences that decode together.
+        batch: sequences that decode together; see `batch_of` for the most.
 
     Raises:
         ValueError: there is no request, or `batch` is out of range.
@@ -74,6 +78,19 @@ def need_of(
         step = StepShape(0, 0, 0, batch, batch * context, context)
         decode_s += (out - 1) * decode_times.step_s(step) / batch
     return Need(prefill_s / len(requests), decode_s / len(requests))
+
+
+def batch_of(requests: Sequence[TraceRequest], config: EngineConfig) -> int:
+    """Sequences that can decode together on one engine, by its seats and blocks.
+
+    Raises:
+        ValueError: there is no request.
+    """
+    if not requests:
+        raise ValueError("requests has no request")
+    tokens = sum(r.num_prompt_tokens + r.num_output_tokens / 2 for r in requests) / len(requests)
+    room = int(config.num_blocks * config.block_size * (1 - config.watermark) / tokens)
+    return max(1, min(room, config.max_num_seqs))
 
 
 def split(need: Need, num_workers: int) -> Split:
@@ -108,17 +125,58 @@ def splits(need: Need, num_workers: int) -> list[Split]:
     return found
 
 
-def measured_over_predicted(steps: Sequence[StepSpan], times: StepTimes) -> float:
-    """How much longer a worker's steps took than `times` says, in all; 1 if there is no step.
+def corrected(
+    need: Need, run: ClusterRun, prefill_times: StepTimes, decode_times: StepTimes
+) -> Need:
+    """What a workload needs, with how long the steps of a run took beside how long they should.
 
-    Contexts are not in a span, so decodes count with none: what is compared is mostly weights.
+    Args:
+        run: of workers with the roles `prefill` and `decode`; a side without a step stays as it is.
     """
-    took = sum(step.wall_s for step in steps)
-    should = sum(step.num_steps * times.step_s(_shape(step)) for step in steps)
+    factors = {}
+    for role, times in (("prefill", prefill_times), ("decode", decode_times)):
+        steps = [step for each in run.workers.values() if each.role == role for step in each.steps]
+        factors[role] = measured_over_predicted(steps, run.requests, times)
+    return need.corrected(**factors)
+
+
+def measured_over_predicted(
+    steps: Iterable[StepSpan], requests: Iterable[ServedRequest], times: StepTimes
+) -> float:
+    """How much longer steps took than `times` says, in all; 1 if there is no step.
+
+    Args:
+        steps: of any number of workers; what a prefix cache or an earlier attempt spared is not in
+            them, so that a chunk counts as if it came behind those that the steps tell of.
+        requests: those that they served.
+    """
+    metrics = {request.request_id: request.metrics for request in requests}
+    computed: Counter[str] = Counter()
+    took = should = 0.0
+    for step in sorted(steps, key=lambda step: step.start_s):
+        took += step.wall_s
+        should += step.num_steps * times.step_s(_shape(step, metrics, computed))
     return took / should if took and should else 1.0
 
 
-def _shape(step: StepSpan) -> StepShape:
-    tokens = step.num_prompt_tokens
-    pairs = sum(causal_pairs(0, count) for count in step.prompts.values())
-    return StepShape(len(step.prompts), tokens, pairs, len(step.decodes), 0)
+def _shape(
+    step: StepSpan, metrics: Mapping[str, RequestMetrics], computed: Counter[str]
+) -> StepShape:
+    """Of several steps in a row the one in the middle."""
+    pairs = 0
+    for name, count in step.prompts.items():
+        pairs += causal_pairs(computed[name], count)
+        computed[name] += count
+    contexts = [0]
+    for name in step.decodes:
+        of_request = metrics[name.partition("~")[0]]  # without the number of its attempt
+        num_before = bisect_left(of_request.token_times_s, step.start_s + 1e-9)
+        contexts.append(of_request.num_prompt_tokens + num_before + (step.num_steps - 1) // 2)
+    return StepShape(
+        len(step.prompts),
+        step.num_prompt_tokens,
+        pairs,
+        len(step.decodes),
+        sum(contexts),
+        max(contexts),
+    )

@@ -179,13 +179,20 @@ class Router:
             self._finish(job)
 
     def prefill_wait_s(self, peers: Iterable[Peer], now_s: float) -> float:
-        """How long the longest-waiting prompt has waited for its first step, here or on these."""
+        """How long the longest-waiting prompt has waited for its first step, here or on these.
+
+        Not those that wait for room where they will decode, nor those that wait here behind them.
+        """
         names = {peer.name for peer in peers}
-        waiting = [job for peer in self.peers.values() for job in peer.jobs.values()]
+        jobs = [job for peer in self.peers.values() for job in peer.jobs.values()]
+        if not any(job.stage is Stage.RESERVING for job in jobs):
+            jobs += self._queue
         came_s = [
             job.arrival.time_s
-            for job in [*self._queue, *waiting]
-            if job.metrics.first_scheduled_s is None and (job.prefill_on or "") in {*names, ""}
+            for job in jobs
+            if job.metrics.first_scheduled_s is None
+            and job.stage is not Stage.RESERVING
+            and (job.prefill_on or "") in {*names, ""}
         ]
         return now_s - min(came_s, default=now_s)
 
