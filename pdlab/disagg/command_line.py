@@ -219,4 +219,6 @@ def _summary(run: ClusterRun) -> str:
         if values:
             worst = max(values)
             lines.append(f"{name} median {statistics.median(values):.4f} s, most {worst:.4f} s")
+    if error := next((request.error for request in run.requests if request.error), ""):
+        lines.append(f"the first that was not served: {error}")
     return "\n".join(lines)

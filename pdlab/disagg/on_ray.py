@@ -21,6 +21,7 @@ from pdlab.disagg.ray_cluster import STRATEGIES, ActorOptions, ray_cluster
 from pdlab.disagg.sockets import new_token
 from pdlab.disagg.spec import TransportSpec
 from pdlab.models import load
+from pdlab.requirements import require_int
 
 KINDS = ("ray", "socket", "nixl")
 
@@ -30,6 +31,8 @@ def main() -> int:
     args = _parser().parse_args()
     told = {} if args.transport == "ray" else {"token": new_token()}
     try:
+        require_int("prefill", args.prefill, least=0)
+        require_int("decode", args.decode, least=1)
         spec = worker_spec(
             args, TransportSpec(args.transport, told, link_of(args)), "cuda" if args.gpus else "cpu"
         )

@@ -150,6 +150,22 @@ def test_what_ray_cannot_place_is_refused(cluster: RayCluster, model: Model) -> 
         ray_cluster(model, mine * 2)
 
 
+def test_the_command_line_names_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pdlab.disagg.on_ray import main
+
+    for args, message in (
+        (["--decode", "0", "hello"], "decode=0"),
+        (["--prefill", "-1", "hello"], "prefill=-1"),
+        (["--threads", "0", "hello"], "num_threads=0"),
+        (["--cpus", "-1", "hello"], "amount of CPU=-1"),
+    ):
+        monkeypatch.setattr("sys.argv", ["on_ray", "--model", NAME, *args])
+        assert main() == 1
+        assert message in capsys.readouterr().err
+
+
 def test_a_worker_that_cannot_be_made_says_why(cluster: RayCluster, model: Model) -> None:
     from pdlab.disagg.hosts import WorkerDied
     from pdlab.disagg.ray_cluster import ActorOptions, ray_cluster
