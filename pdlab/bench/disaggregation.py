@@ -12,12 +12,12 @@ slows down for a while slows all of them. The plans are what the same two cores 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -41,6 +41,19 @@ ENGINE = EngineConfig(
     num_blocks=512, max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=2048
 )
 Plan = tuple[list[WorkerSpec], RouterConfig]
+
+
+class StartCluster(Protocol):
+    """Starts the workers of some specs: `process_cluster`."""
+
+    def __call__(
+        self,
+        model: Model,
+        specs: Iterable[WorkerSpec],
+        router: RouterConfig | None = None,
+        *,
+        seed: int | None = None,
+    ) -> Cluster: ...
 
 
 def plans(model: str, config: EngineConfig = ENGINE) -> dict[str, Plan]:
@@ -101,12 +114,14 @@ def measure_plans(
     workloads: Sequence[str] = tuple(WORKLOADS),
     repeats: int = 3,
     config: EngineConfig = ENGINE,
+    start: StartCluster = process_cluster,
     progress: bool = False,
 ) -> list[PlanFigures]:
     """Serve each workload under each plan, in turns.
 
     Args:
         names: of the plans; none for all.
+        start: starts the workers.
 
     Raises:
         ValueError: there is no such plan or workload, or `repeats` is out of range.
@@ -121,7 +136,7 @@ def measure_plans(
     runs: dict[tuple[str, str], list[ClusterRun]] = {}
     with ExitStack() as stack:
         clusters = {
-            name: stack.enter_context(process_cluster(model, specs, router, seed=0))
+            name: stack.enter_context(start(model, specs, router, seed=0))
             for name, (specs, router) in chosen.items()
         }
         for cluster in clusters.values():
@@ -194,6 +209,7 @@ def measure_overlap(
     num_tokens: int = 512,
     repeats: int = 5,
     config: EngineConfig = ENGINE,
+    start: StartCluster = process_cluster,
 ) -> Overlap:
     """The same prompt's K and V over a slow link, as a whole and layer by layer, in turns.
 
@@ -211,7 +227,7 @@ def measure_overlap(
         for transfer in waits:
             specs = local_specs(1, 1, model=model.name, config=config, link=link)
             router = RouterConfig(transfer=transfer)
-            clusters[transfer] = stack.enter_context(process_cluster(model, specs, router, seed=0))
+            clusters[transfer] = stack.enter_context(start(model, specs, router, seed=0))
             _warm_up(clusters[transfer])
         for _ in range(repeats):
             for transfer, cluster in clusters.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pdlab.disagg.messages import Command, Event, Hello
+from pdlab.disagg.messages import Command, Event, Hello, Load
 from pdlab.disagg.worker import Worker
 from pdlab.trace import Trace
 
@@ -56,7 +56,11 @@ class Host(Protocol):
         ...
 
     def trace(self) -> Trace:
-        """What its engine has recorded. It must have nothing to do."""
+        """What its engine has recorded."""
+        ...
+
+    def load(self) -> Load:
+        """How much it has to do, once all is done that was posted before."""
         ...
 
     def close(self) -> None:
@@ -94,6 +98,9 @@ class LocalHost:
 
     def trace(self) -> Trace:
         return self.worker.engine.trace
+
+    def load(self) -> Load:
+        return self.worker.load()
 
     def close(self) -> None:
         self.worker.close()
