@@ -10,8 +10,8 @@ actor that dies takes its objects with it: who waits for them is told by Ray.
 Ray's direct transport (`tensor_transport="nixl"` or "gloo") would leave the store out, and is not
 used: it is in alpha; a consumer whose class is not declared for it too hangs, and its peer with it;
 it moves what actor methods return, which a step that is still computing its next layers cannot; and
-between CPUs it was no faster: 50 MB took the store 325-389 ms, gloo 143-530, NIXL 396-460. Actors
-that shall move bytes directly take the sockets or NIXL (`pdlab.disagg.sockets`,
+between CPUs it was not surely faster: 50 MB took the store 325-389 ms, gloo 143-530, NIXL 396-460.
+Actors that shall move bytes directly take the sockets or NIXL (`pdlab.disagg.sockets`,
 `pdlab.disagg.nixl_transport`), which need nothing of Ray.
 """
 
