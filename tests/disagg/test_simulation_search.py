@@ -1,0 +1,244 @@
+"""Goodput by search, the win map, and when a slow decoder pays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pdlab import EngineConfig
+from pdlab.costmodel import LinearStepTimes
+from pdlab.disagg.break_even import break_even, exposed_s, simulated_point
+from pdlab.disagg.link import Link
+from pdlab.disagg.search import (
+    Candidate,
+    Machine,
+    at_rate,
+    attainment,
+    candidates,
+    goodput_per_device,
+    search,
+    simulate_at,
+)
+from pdlab.disagg.simulated_spec import SimulatedSpec
+from pdlab.disagg.win_map import attainments, win_map
+from pdlab.workload.serving import SLO
+from pdlab.workload.traces import TraceRequest
+
+TIMES = LinearStepTimes("made up", 0.01, 0.0, 0.0, 0.001, 0.0, 0.0005, 0.0, 0.0)
+SLOW = LinearStepTimes("slow", 0.03, 0.0, 0.0, 0.02, 0.0, 0.001, 0.0, 0.0)
+CONFIG = EngineConfig(num_blocks=400, max_num_seqs=32, max_num_batched_tokens=256)
+ONE = Machine("one", SimulatedSpec("both", CONFIG, TIMES, kv_bytes_per_token=64, num_layers=4))
+TWO = Machine("two", replace(ONE.spec, num_devices=2))
+REQUESTS = [TraceRequest(i * 0.05, 60 + i * 7 % 50, 10 + i % 11) for i in range(60)]
+PAIR = Candidate("disaggregated", ONE, 1, ONE, 1)
+
+
+# --- one candidate -------------------------------------------------------------------------------
+
+
+def test_the_same_requests_at_another_rate():
+    faster = at_rate(REQUESTS, 40.0)
+    assert faster[-1].arrival_s == pytest.approx(59 / 40)
+    assert [r.num_prompt_tokens for r in faster] == [r.num_prompt_tokens for r in REQUESTS]
+
+
+def test_goodput_is_where_attainment_falls():
+    slo = SLO(0.3, 0.03)
+    found = goodput_per_device(PAIR, REQUESTS, slo)
+    assert found.attainment == attainment(simulate_at(PAIR, REQUESTS, found.rate_rps), slo) >= 0.9
+    assert attainment(simulate_at(PAIR, REQUESTS, 1.05 * found.rate_rps), slo) < 0.9
+    assert found.per_device_rps == found.rate_rps / 2
+    assert found.num_runs < 20
+
+
+def test_where_it_begins_makes_no_difference():
+    rates = [
+        goodput_per_device(PAIR, REQUESTS, SLO(0.3, 0.03), start_rps=start).rate_rps
+        for start in (0.5, 30.0, 500.0)
+    ]
+    assert rates == pytest.approx([rates[0]] * 3, rel=0.05)
+
+
+def test_what_cannot_be_met_has_no_goodput():
+    found = goodput_per_device(PAIR, REQUESTS, SLO(0.05, 1.0))
+    assert (found.rate_rps, found.per_device_rps, found.attainment) == (0, 0, 0)
+
+
+def test_devices_are_counted():
+    assert Candidate("disaggregated", TWO, 2, ONE, 3).num_devices == 7
+    half = goodput_per_device(Candidate("chunked", TWO), REQUESTS, SLO(0.3, 0.03))
+    whole = goodput_per_device(Candidate("chunked", ONE), REQUESTS, SLO(0.3, 0.03))
+    assert half.per_device_rps == pytest.approx(whole.per_device_rps / 2, rel=0.03)
+
+
+def test_modes_are_knobs_of_the_engines():
+    [first] = Candidate("prefill first", ONE).workers.values()
+    assert first.config.batching == "prefill_first"
+    [chunked] = Candidate("chunked", ONE, chunk_size=64).workers.values()
+    assert (chunked.config.batching, chunked.config.max_num_batched_tokens) == ("mixed", 64)
+    pool = Candidate("disaggregated", ONE, 1, TWO, 2, chunk_size=32).workers
+    assert [(name, each.role) for name, each in pool.items()] == [
+        ("p0", "prefill"),
+        ("d0", "decode"),
+        ("d1", "decode"),
+    ]
+    assert pool["p0"].config.chunk_size == 32
+
+
+# --- many ----------------------------------------------------------------------------------------
+
+
+def test_every_cluster_of_so_many_devices():
+    found = [str(each) for each in candidates([ONE, TWO], 4, chunk_sizes=(64, 128))]
+    assert found[:3] == [
+        "4 x one, prefill first",
+        "4 x one, chunked, chunks of 64",
+        "4 x one, chunked, chunks of 128",
+    ]
+    assert [each for each in found if "P" in each] == [
+        "1P3D of one",
+        "2P2D of one",
+        "3P1D of one",
+        "2P1D of one and two",
+        "1P2D of two and one",
+        "1P1D of two",
+    ]
+    assert all(each.num_devices == 4 for each in candidates([ONE, TWO], 4))
+
+
+def test_the_best_comes_first_and_all_are_told():
+    told = []
+    found = search(
+        candidates([ONE], 3),
+        REQUESTS,
+        SLO(0.3, 0.02),
+        on_result=lambda done, of, newest: told.append((done, of, newest)),
+        num_bisections=2,
+    )
+    assert [(done, of) for done, of, _ in told] == [(i, 4) for i in range(1, 5)]
+    assert {newest.candidate for _, _, newest in told} == {each.candidate for each in found}
+    rates = [each.per_device_rps for each in found]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_published_machines_are_known_by_name():
+    machine = Machine.published("2xa100-opt-13b", enable_prefix_cache=False)
+    spec = machine.spec
+    assert (spec.num_devices, spec.num_layers, spec.kv_bytes_per_token) == (2, 40, 819_200)
+    assert not spec.config.enable_prefix_cache
+    assert Machine.published("a100-opt-13b-vllm").spec.num_devices == 1
+    assert Machine.published("4xa100-llama2-70b").spec.kv_bytes_per_token == 320 * 1024
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: Candidate("both", ONE), "mode='both'"),
+        (lambda: Candidate("chunked", ONE, num_decode=1), "num_decode=1"),
+        (lambda: Candidate("disaggregated", ONE), "num_decode=0"),
+        (lambda: at_rate(REQUESTS[:1], 1.0), "requests has 1"),
+        (lambda: at_rate([REQUESTS[0]] * 2, 1.0), "one moment"),
+        (lambda: at_rate(REQUESTS, 0.0), "rate_rps=0"),
+        (lambda: search([], REQUESTS, SLO(1, 1)), "tried has no candidate"),
+        (lambda: list(candidates([ONE], 0)), "num_devices=0"),
+        (lambda: list(candidates([ONE], 1, modes=["x"])), "mode='x'"),
+        (lambda: win_map([PAIR], REQUESTS, [], [1], [1]), "ttfts_s is empty"),
+        (lambda: win_map([PAIR], REQUESTS, [1], [1], []), "rates_rps is empty"),
+    ],
+)
+def test_what_makes_no_sense_is_named(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()
+
+
+# --- the win map ---------------------------------------------------------------------------------
+
+
+def test_one_run_tells_of_all_pairs():
+    run = simulate_at(PAIR, REQUESTS, 10.0)
+    ttfts_s, tpots_s = [0.05, 0.1, 0.2, 1.0], [0.012, 0.02, 1.0]
+    expected = [[attainment(run, SLO(ttft, tpot)) for ttft in ttfts_s] for tpot in tpots_s]
+    assert attainments(run, ttfts_s, tpots_s) == pytest.approx(np.array(expected))
+    assert len(set(np.array(expected).ravel())) > 4
+
+
+def test_the_map_agrees_with_the_search():
+    tried = list(candidates([ONE], 3, chunk_sizes=(64,)))
+    ttfts_s, tpots_s = [0.15, 0.4], [0.013, 0.03]
+    rates_rps = [2 * 1.25**i for i in range(10)]
+    runs = []
+    found = win_map(
+        tried, REQUESTS, ttfts_s, tpots_s, rates_rps, on_run=lambda *told: runs.append(told)
+    )
+    assert len(runs) == 40, "each candidate once at each rate"
+    assert found.goodput.shape == (3, 2, 2)
+    assert found.modes == ["prefill first", "chunked", "disaggregated"]
+    for i, candidate in enumerate(tried):
+        rate = goodput_per_device(candidate, REQUESTS, SLO(0.4, 0.03)).per_device_rps
+        assert found.by_candidate[i, 1, 1] == pytest.approx(min(rate, rates_rps[-1]), rel=0.1)
+    assert (np.diff(found.goodput, axis=1) >= 0).all(), "a wider limit never costs goodput"
+    assert (np.diff(found.goodput, axis=2) >= 0).all()
+    best = found.best("disaggregated", 1, 1)
+    assert best.mode == "disaggregated"
+    assert str(found).count("*") == (found.winner >= 0).sum()
+
+
+# --- break-even ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_bytes", [64, 4096])
+@pytest.mark.parametrize("bandwidth", [1e4, 1e5, 1e6, 1e9])
+def test_the_closed_form_is_what_the_simulator_does(kv_bytes, bandwidth):
+    shape = {"num_prompt_tokens": 100, "num_output_tokens": 20, "num_layers": 8}
+    found = break_even(
+        TIMES,
+        SLOW,
+        **shape,
+        kv_bytes_per_token=[kv_bytes],
+        bandwidths_bytes_s=[bandwidth],
+        latency_s=0.01,
+    )
+    simulated = simulated_point(
+        TIMES, SLOW, **shape, kv_bytes_per_token=kv_bytes, link=Link(bandwidth, 0.01)
+    )
+    [point] = found.points
+    assert vars(simulated) == pytest.approx(vars(point.split))
+
+
+def test_from_the_least_bandwidth_on_the_split_is_sooner_done():
+    shape = {"num_prompt_tokens": 400, "num_output_tokens": 20, "num_layers": 8}
+    kinds = [100, 1000, 100_000]
+
+    def at(bandwidths: list[float]):
+        return break_even(
+            TIMES, SLOW, **shape, kv_bytes_per_token=kinds, bandwidths_bytes_s=bandwidths
+        )
+
+    least = at([1.0]).least_bandwidth_bytes_s
+    assert least[1000] == pytest.approx(10 * least[100])
+    for num_bytes, bandwidth in least.items():
+        found = at([bandwidth * 0.99, bandwidth * 1.01])
+        below, above = [p for p in found.points if p.kv_bytes_per_token == num_bytes]
+        assert below.split.e2e_s > found.slow.e2e_s > above.split.e2e_s
+        assert above.split.ttft_s == found.fast.ttft_s
+
+
+def test_a_fast_machine_that_is_not_faster_never_pays():
+    found = break_even(
+        SLOW,
+        TIMES,
+        num_prompt_tokens=10,
+        num_output_tokens=5,
+        num_layers=2,
+        kv_bytes_per_token=[8],
+        bandwidths_bytes_s=[1e9],
+    )
+    assert found.least_bandwidth_bytes_s == {8: float("inf")}
+    assert found.least_price < 1
+
+
+def test_layers_hide_behind_the_prefill():
+    assert exposed_s(1.0, 10, 1000, Link(1e4)) == pytest.approx(0.01), "one layer is left"
+    assert exposed_s(1.0, 10, 1000, Link(100)) == pytest.approx(0.1 + 10 - 1)
