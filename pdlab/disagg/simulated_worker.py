@@ -16,8 +16,7 @@ its sender.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from pdlab.disagg.messages import (
@@ -38,17 +37,16 @@ from pdlab.disagg.messages import (
     Published,
     Release,
     Reserve,
-    Reserved,
     Send,
     Serve,
     Started,
     transfer_name,
 )
+from pdlab.disagg.simulated_receiver import SimulatedReceiver
 from pdlab.disagg.simulated_sender import SimulatedSender
 from pdlab.disagg.simulated_spec import Shipment, SimulatedSpec
 from pdlab.disagg.transport import Address, Ticket
 from pdlab.engine import Chunk, RequestMetrics
-from pdlab.trace import TransferRecord
 from pdlab.workload.simulated_engine import TOKEN, Outcome, SimulatedEngine
 
 
@@ -61,17 +59,6 @@ class _Task:
     metrics: RequestMetrics
     is_started: bool = False
     num_told: int = 0
-
-
-@dataclass(slots=True)
-class _Room:
-    """A request that waits for its K and V."""
-
-    num_tokens: int
-    num_cached_tokens: int
-    metrics: RequestMetrics
-    has_token: bool = False
-    shipment: Shipment | None = None
 
 
 class _Engine(SimulatedEngine):
@@ -89,6 +76,9 @@ class _Engine(SimulatedEngine):
         if self._plan is None:
             return [], []
         return self._plan.sampled, [end_s for end_s in self._plan.ends_s if end_s <= now_s]
+
+    def metrics_of(self, request_id: str) -> RequestMetrics:
+        return self._jobs[request_id].metrics
 
 
 class SimulatedWorker:
@@ -115,6 +105,7 @@ class SimulatedWorker:
         self.spec = specs[name]
         self.engine = _Engine(self.spec.config, self.spec.step_times, leaps=leaps)
         self.sender = SimulatedSender(name, specs)
+        self.receiver = SimulatedReceiver(name, self.engine)
         self.tells_all = tells_all
         self.commands: list[Command] = []
         """To be obeyed in the next turn."""
@@ -122,8 +113,6 @@ class SimulatedWorker:
         """To be taken in the next turn."""
         self.end_s: float | None = None
         """When the turn under way ends."""
-        self._asked: OrderedDict[str, Reserve] = OrderedDict()
-        self._rooms: dict[str, _Room] = {}
         self._tasks: dict[str, _Task] = {}
         self._held: dict[str, int] = {}
         """Requests whose K and V others get, and of how many tokens."""
@@ -164,8 +153,6 @@ class SimulatedWorker:
         for command in commands:
             self._obey(command)
         self._receive()
-        if self._asked:
-            self._give_rooms()
         step_end_s = self.engine.begin(self._start_s)
         if step_end_s is None:
             tells = self._events or self._start_s > now_s
@@ -180,21 +167,13 @@ class SimulatedWorker:
 
         Whatever comes waits for the end of the turn; what is urgent makes the turn end sooner.
         """
-        if not isinstance(command, Continue):
-            return True
-        room = self._rooms.get(command.request_id)
-        if room is None:
-            return False
-        coming = [shipment.request_id for shipment in self.arrived]
-        return room.num_cached_tokens == room.num_tokens or command.request_id in coming
+        if isinstance(command, Continue):
+            return self.receiver.runs_with_token(command.request_id, self.arrived)
+        return True
 
     def awaits(self, shipment: Shipment) -> bool:
         """Whether a request can run with it: one whose token is known."""
-        room = self._rooms.get(shipment.request_id)
-        if room is None or room.has_token:
-            return room is not None
-        coming = [c.request_id for c in self.commands if isinstance(c, Continue)]
-        return shipment.request_id in coming
+        return self.receiver.runs_with(shipment, self.commands)
 
     def interrupt(self, now_s: float) -> float | None:
         """Somebody wants in: returns when the turn ends now."""
@@ -234,12 +213,10 @@ class SimulatedWorker:
         match command:
             case Abort(request_id) | Release(request_id):
                 self._forget(request_id)
-            case Reserve(request_id):
-                self._asked[request_id] = command
+            case Reserve():
+                self.receiver.ask(command)
             case Continue(request_id):
-                if request_id in self._rooms:
-                    self._rooms[request_id].has_token = True
-                    self._admit_if_complete(request_id)
+                self._note(self.receiver.go_on(request_id, self._start_s))
             case Serve(request_id) | Prefill(request_id):
                 try:
                     self._queue(command)
@@ -254,9 +231,8 @@ class SimulatedWorker:
                 name = transfer_name(request_id, self.name, self._num_transfers)
                 self._events.append(Published(request_id, Ticket(name, _address(self.name), 0, ())))
             case Fetch(request_id, ticket):
-                if room := self._rooms.get(request_id):
-                    missing = range(room.num_cached_tokens, room.num_tokens)
-                    self.sender.fetch(request_id, ticket.source.name, missing, self._start_s)
+                missing = self.receiver.missing(request_id)
+                self.sender.fetch(request_id, ticket.source.name, missing, self._start_s)
 
     def _queue(self, command: Serve | Prefill) -> None:
         """Let a request wait for its first step.
@@ -268,7 +244,7 @@ class SimulatedWorker:
         holds = isinstance(command, Prefill)
         if isinstance(command, Prefill) and command.route is not None:
             self.sender.stream(request_id, command.route, state.num_tokens)
-        task = self._new_task(arrival.time_s)
+        task = self._new_task(RequestMetrics(arrival.time_s))
         self.engine.resume(
             state,
             arrival_s=arrival.time_s,
@@ -282,75 +258,35 @@ class SimulatedWorker:
         if holds:
             self._held[request_id] = state.num_tokens
 
-    def _new_task(self, arrival_s: float) -> _Task:
+    def _new_task(self, metrics: RequestMetrics, *, is_started: bool = False) -> _Task:
         self._num_tasks += 1
-        return _Task(self._num_tasks, RequestMetrics(arrival_s))
+        return _Task(self._num_tasks, metrics, is_started)
 
     def _forget(self, request_id: str) -> None:
         """Whatever there is of a request."""
-        self._asked.pop(request_id, None)
-        self._rooms.pop(request_id, None)
+        self.receiver.forget(request_id)
         self._tasks.pop(request_id, None)
         self._held.pop(request_id, None)
         self.sender.forget(request_id)
         self.engine.abort(request_id)
 
-    # --- receiving ------------------------------------------------------------------------------
-
     def _receive(self) -> None:
-        """Put what has come into its blocks."""
+        """Take what has come, and give room to those who ask."""
         arrived, self.arrived = self.arrived, []
         for shipment in arrived:
-            if room := self._rooms.get(shipment.request_id):
-                room.shipment = shipment
+            if self.receiver.waits_for(shipment):
                 self._start_s += self.spec.unpack_s_per_byte * shipment.num_bytes
-                self._admit_if_complete(shipment.request_id)
+                self._note(self.receiver.take(shipment, self._start_s))
+        if self.receiver.asked:
+            self._note(self.receiver.reserve())
 
-    def _give_rooms(self) -> None:
-        """Give room to those first in the queue, as far as there is any."""
-        while self._asked:
-            request_id, command = next(iter(self._asked.items()))
-            metrics = RequestMetrics(command.arrival.time_s)
-            try:
-                room = self.engine.reserve(
-                    command.state,
-                    request_id=request_id,
-                    priority=command.arrival.priority,
-                    arrival_s=command.arrival.time_s,
-                    metrics=metrics,
-                )
-            except ValueError as error:
-                del self._asked[request_id]
-                self._events.append(Failed(request_id, str(error), refused=True))
-                continue
-            if room is None:
-                return
-            del self._asked[request_id]
-            self._rooms[request_id] = _Room(room.num_tokens, room.num_cached_tokens, metrics)
-            self._events.append(Reserved(request_id, room.num_cached_tokens))
-
-    def _admit_if_complete(self, request_id: str) -> None:
-        room = self._rooms[request_id]
-        shipment, num_tokens = room.shipment, room.num_tokens - room.num_cached_tokens
-        if not room.has_token or (num_tokens and shipment is None):
-            return
-        del self._rooms[request_id]
-        self.engine.admit(request_id)
-        task = self._tasks[request_id] = self._new_task(room.metrics.arrival_s)
-        task.metrics, task.is_started = room.metrics, True
-        transfer = TransferRecord(
-            request_id=request_id,
-            source=shipment.source if shipment else "",
-            target=self.name,
-            kind=shipment.kind if shipment else "",
-            transport="simulated",
-            wire=shipment.wire if shipment else "",
-            num_tokens=num_tokens,
-            num_cached_tokens=room.num_cached_tokens,
-            parcels=shipment.parcels if shipment else [],
-            ready_s=self._start_s,
-        )
-        self._events.append(Arrived(request_id, transfer))
+    def _note(self, events: Iterable[Event]) -> None:
+        """Tell these; from now on there is news of those who run."""
+        for event in events:
+            if isinstance(event, Arrived):
+                metrics = self.engine.metrics_of(event.request_id)
+                self._tasks[event.request_id] = self._new_task(metrics, is_started=True)
+            self._events.append(event)
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -386,7 +322,7 @@ class SimulatedWorker:
     def _load_of(self, outcome: Outcome | None) -> Load:
         scheduler, span = self.engine.scheduler, outcome.span if outcome else None
         return Load(
-            num_waiting=len(scheduler.waiting) + len(self._asked),
+            num_waiting=len(scheduler.waiting) + len(self.receiver.asked),
             num_running=len(scheduler.running),
             num_held=len(scheduler.held),
             num_reserved=len(scheduler.reserved),

@@ -177,7 +177,7 @@ def test_the_map_agrees_with_the_search():
     assert found.modes == ["prefill first", "chunked", "disaggregated"]
     for i, candidate in enumerate(tried):
         rate = goodput_per_device(candidate, REQUESTS, SLO(0.4, 0.03)).per_device_rps
-        assert found.by_candidate[i, 1, 1] == pytest.approx(min(rate, rates_rps[-1]), rel=0.1)
+        assert found.by_candidate[i, 1, 1] == pytest.approx(min(rate, rates_rps[-1]), rel=0.15)
     assert (np.diff(found.goodput, axis=1) >= 0).all(), "a wider limit never costs goodput"
     assert (np.diff(found.goodput, axis=2) >= 0).all()
     best = found.best("disaggregated", 1, 1)
