@@ -41,6 +41,7 @@ from pdlab.workbench.sampling_lab import SamplingLab
 from pdlab.workbench.stepper import Stepper
 from pdlab.workbench.stream_view import StreamView
 from pdlab.workbench.tokens import token_table
+from pdlab.workbench.transfer_view import TransferView
 
 __all__ = [
     "AttentionView",
@@ -59,6 +60,7 @@ __all__ = [
     "Stepper",
     "StreamView",
     "Study",
+    "TransferView",
     "check",
     "compare_with_naive",
     "cost_of",

@@ -1,10 +1,17 @@
-"""Figures: pure functions from a Trace or a ServingRun to a plotly Figure.
+"""Figures: pure functions from a Trace, a ServingRun or a ClusterRun to a plotly Figure.
 
 Show one with `pdlab.workbench.show`.
 """
 
 from pdlab.workbench.figures.attention import attention_heatmap
 from pdlab.workbench.figures.cache import naive_against_cached
+from pdlab.workbench.figures.disagg import (
+    cluster_timeline,
+    overlap_figure,
+    plans_figure,
+    recovery_figure,
+    win_map,
+)
 from pdlab.workbench.figures.kv_costs import error_heatmap, kv_costs
 from pdlab.workbench.figures.kv_values import kv_magnitudes
 from pdlab.workbench.figures.latency import (
@@ -28,6 +35,7 @@ from pdlab.workbench.figures.window_costs import perplexity_by_position, window_
 __all__ = [
     "attention_heatmap",
     "block_grid",
+    "cluster_timeline",
     "comparison_figure",
     "error_heatmap",
     "fragmentation",
@@ -38,8 +46,11 @@ __all__ = [
     "kv_occupancy",
     "latency_cdf_figure",
     "naive_against_cached",
+    "overlap_figure",
     "perplexity_by_position",
+    "plans_figure",
     "queue_figure",
+    "recovery_figure",
     "roofline",
     "stage_breakdown",
     "step_timeline",
@@ -47,5 +58,6 @@ __all__ = [
     "tpot_by_context",
     "ttft_by_prompt",
     "ttft_points",
+    "win_map",
     "window_costs",
 ]
