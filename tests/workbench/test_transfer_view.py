@@ -248,7 +248,7 @@ def test_pointing_tells_the_numbers(page) -> None:
     show(page, TransferView(story()))
     page.hover(".pd-tv-parcel >> nth=2")
     tip = page.inner_text(".pd-tip")
-    assert tip.startswith("layer 0, tokens 16 to 19\n40 B\nleft −600 ms, arrived −400 ms")
+    assert tip.startswith("layer 0, tokens 16 to 19\n40 B\nsent at −600 ms, arrived at −400 ms")
     page.hover("[data-side='1'][data-block='0']")
     assert "from blocks 0 to 1 of p0" in page.inner_text(".pd-tip")
     lit = page.query_selector_all("[data-side='0'][data-lit]")

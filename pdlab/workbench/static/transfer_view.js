@@ -41,7 +41,7 @@ class TransferView {
     this.foot = h("div.pd-foot");
     const swatch = (style, label) => h("span", {}, [h("i.pd-swatch", { style }), label]);
     this.legend = h("div.pd-legend", {}, [
-      swatch("background: var(--pd-prefill)", "its prompt"), swatch("background: var(--pd-transfer)", "K and V on the way: from left to arrived"),
+      swatch("background: var(--pd-prefill)", "its prompt"), swatch("background: var(--pd-transfer)", "K and V on the way: sent to arrived"),
       swatch("background: var(--pd-decode)", "its output"), swatch("background: var(--pd-muted); opacity: .3", "steps of others"),
       h("span", {}, [h("i.pd-swatch.pd-tv-waits"), "the receiver waits"]), swatch("background: var(--pd-cached)", "cached there: not sent")]);
     this.root = h("div.pdlab.pd-transfer-view", { role: "group", "aria-label": "TransferView" }, [
@@ -119,7 +119,7 @@ class TransferView {
   /** One transfer from `y` down: its markup and how tall it is. */
   panel(run, y, [x0, x1]) {
     const rows = Math.max(1, run.num_layers);
-    const field = Math.max(64, Math.min(150, rows * 5));
+    const field = Math.max(64, Math.min(this.runs.length > 1 ? 100 : 150, rows * 5)); // two fit a projector
     const p = y + BOX.head + 22;
     const top = p + BOX.lane + BOX.gap;
     const d = top + field + BOX.gap;
@@ -168,7 +168,7 @@ class TransferView {
     const ranges = [...new Set(run.parcels.map((p) => p[2]))];
     return run.parcels.filter((p) => this.seen(p[5], p[6])).map(([first, end, start, stop, bytes, sent, arrived]) => {
       const what = end - first === 1 ? `layer ${first}` : `layers ${first} to ${end - 1}`;
-      const lines = [`${what}, tokens ${start} to ${stop - 1}`, quantity(bytes, "B"), `left ${signed(sent)}, arrived ${signed(arrived)}`, `${duration(arrived - sent)} on the way${arrived > sent ? `: ${quantity(bytes / (arrived - sent), "B/s")}` : ""}`];
+      const lines = [`${what}, tokens ${start} to ${stop - 1}`, quantity(bytes, "B"), `sent at ${signed(sent)}, arrived at ${signed(arrived)}`, `${duration(arrived - sent)} on the way${arrived > sent ? `: ${quantity(bytes / (arrived - sent), "B/s")}` : ""}`];
       const w = Math.max(3, this.x(arrived) - this.x(sent));
       return `<rect class="pd-tv-parcel" data-odd="${ranges.indexOf(start) % 2}" x="${this.x(sent).toFixed(2)}" y="${(top + first * row).toFixed(2)}" width="${w.toFixed(2)}" height="${Math.max(1, (end - first) * row - (row > 3 ? 1 : 0)).toFixed(2)}" ${this.mark(lines)}/>`;
     }).join("");
