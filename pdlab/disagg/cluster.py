@@ -18,6 +18,7 @@ from pdlab.disagg.router import Router, RouterConfig
 from pdlab.disagg.worker import Role
 from pdlab.engine import Chunk, Prompt, RequestOutput, SamplingParams, admission
 from pdlab.engine.admission import PromptList
+from pdlab.engine.interrupts import undisturbed
 from pdlab.engine.moving import RequestState
 from pdlab.engine.request import Urgency
 from pdlab.models import Model
@@ -61,6 +62,7 @@ class Cluster:
         self._epoch_s = clock()
         self._seeds = random.Random(seed)
         self._num_requests = 0
+        self._is_closed = False
         self._samples: dict[str, list[Job]] = {}
         """The jobs of a request: one for each of its samples."""
         for host, role in hosts:
@@ -105,6 +107,8 @@ class Cluster:
         Args:
             timeout_s: how long to wait for news of workers in other processes.
         """
+        if self._is_closed:
+            raise RuntimeError("the cluster is closed")
         had_work = self.router.has_work
         if not self._post() and not had_work:
             return False
@@ -114,11 +118,12 @@ class Cluster:
 
     def _post(self) -> bool:
         """Whether there was anything to post."""
-        commands_for = self.router.take_commands(self.now_s())
-        for name, commands in commands_for.items():
-            if host := self.hosts.get(name):
-                offset_s = self._epoch_s - host.clock_offset_s
-                host.post([_on_clock(command, offset_s) for command in commands])
+        with undisturbed():
+            commands_for = self.router.take_commands(self.now_s())
+            for name, commands in commands_for.items():
+                if host := self.hosts.get(name):
+                    offset_s = self._epoch_s - host.clock_offset_s
+                    host.post([_on_clock(command, offset_s) for command in commands])
         return bool(commands_for)
 
     def _poll(self) -> bool:
@@ -135,10 +140,11 @@ class Cluster:
             if not self.router.peers[name].is_alive:  # given up: nothing it does may count
                 self._lose(name, host)
                 continue
-            for event in events:
-                heard = True
-                offset_s = host.clock_offset_s - self._epoch_s
-                self.router.on_event(name, event, self.now_s(), offset_s)
+            with undisturbed():
+                for event in events:
+                    heard = True
+                    offset_s = host.clock_offset_s - self._epoch_s
+                    self.router.on_event(name, event, self.now_s(), offset_s)
         return heard
 
     def _lose(self, name: str, host: Host) -> None:
@@ -179,6 +185,8 @@ class Cluster:
         Raises:
             ValueError: it is malformed. What no worker can serve ends with an error.
         """
+        if self._is_closed:
+            raise RuntimeError("the cluster is closed")
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params={params!r:.60} must be SamplingParams")
@@ -300,13 +308,17 @@ class Cluster:
         Raises:
             ValueError: as `submit`; or, after the last chunk, what kept it from going on.
         """
-        if params is not None and params.n != 1:
-            raise ValueError(f"n={params.n}: a stream of a cluster has one sample")
-        request_id = self.submit(prompt, params)
-        return self._follow(request_id)
+        if isinstance(params, SamplingParams):
+            admission.check_stream(params, max_unread=1)
+            if params.n != 1:
+                raise ValueError(f"n={params.n}: a stream of a cluster has one sample")
+        chunks = self._follow(self.submit(prompt, params))
+        next(chunks)  # enter its `try`, or closing it unread would not abort
+        return chunks
 
     def _follow(self, request_id: str) -> Iterator[Chunk]:
         try:
+            yield Chunk("", [])  # taken by `stream`
             [job] = self._jobs(request_id)
             while job.num_read < len(job.chunks) or job.stage is not Stage.DONE:
                 if job.num_read < len(job.chunks):
@@ -348,7 +360,8 @@ class Cluster:
         return host.hello.epoch_s + host.clock_offset_s - self._epoch_s
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers. Closing a closed cluster does nothing."""
+        self._is_closed = True
         hosts, self.hosts = self.hosts, {}
         for host in hosts.values():
             host.close()

@@ -34,9 +34,10 @@ class Incoming:
     lease_end_s: float
     token_id: int | None = None
     """Drawn by whoever computed the prompt; None until it is known."""
-    kind: str = "stream"
     transfer_id: str = ""
     """Of the parcels that are being taken; parcels of another one begin anew."""
+    fetched_id: str = ""
+    """Of what is being pulled."""
     wire: Wire | None = None
     writer: KVWriter | None = None
     parcels: list[ParcelRecord] = field(default_factory=list)
@@ -83,21 +84,24 @@ class DecodeWorker:
 
     def reserve(self) -> Iterator[Event]:
         """Give room to those first in the queue, as far as there is any."""
+        self.engine.scheduler.claimed_s = None
         while self.asked:
             request_id, command = next(iter(self.asked.items()))
             age_s = max(0.0, self.clock() - command.arrival.time_s)
+            arrival_s = self.engine.now_s() - age_s
             try:
                 room = self.engine.reserve(
                     command.state,
                     request_id=request_id,
                     priority=command.arrival.priority,
-                    arrival_s=self.engine.now_s() - age_s,
+                    arrival_s=arrival_s,
                 )
             except ValueError as error:
                 del self.asked[request_id]
                 yield Failed(request_id, str(error), refused=True)
                 continue
             if room is None:
+                self.engine.scheduler.claimed_s = arrival_s
                 return
             del self.asked[request_id]
             num_layers = self.engine.kv_layout.num_layers
@@ -112,7 +116,7 @@ class DecodeWorker:
     def fetch(self, request_id: str, ticket: Ticket) -> None:
         """Start to pull what another worker has published."""
         if request_id in self.incoming:
-            self.incoming[request_id].kind = "pull"
+            self.incoming[request_id].fetched_id = ticket.transfer_id
             self.transport.fetch(ticket)
 
     def go_on(self, request_id: str, token_id: int) -> Iterator[Event]:
@@ -155,10 +159,10 @@ class DecodeWorker:
             ValueError: it is damaged, or one before it is missing.
         """
         layers, tokens = range(*parcel.layers), range(*parcel.tokens)
-        if checksum_of(parcel.payload) != parcel.checksum:
-            raise ValueError(f"the checksum of layers {layers} of {request_id} is wrong")
         if self._is_late(request_id, parcel.transfer_id):
             return
+        if checksum_of(parcel.payload) != parcel.checksum:
+            raise ValueError(f"the checksum of layers {layers} of {request_id} is wrong")
         if parcel.transfer_id != incoming.transfer_id:
             self._begin(request_id, incoming, parcel.transfer_id)
         assert incoming.writer is not None
@@ -205,7 +209,7 @@ class DecodeWorker:
                 request_id=request_id,
                 source=source_of(incoming.transfer_id),
                 target=self.name,
-                kind=incoming.kind,
+                kind="pull" if incoming.fetched_id else "push",
                 transport=self.transport.name,
                 wire=str(incoming.wire) if incoming.wire else "",
                 num_tokens=incoming.num_tokens - incoming.num_cached_tokens,
@@ -228,7 +232,8 @@ class DecodeWorker:
         self.asked.pop(request_id, None)
         incoming = self.incoming.pop(request_id, None)
         if incoming is not None:
-            self.transport.withdraw(incoming.transfer_id)
+            for transfer_id in {incoming.transfer_id, incoming.fetched_id} - {""}:
+                self.transport.withdraw(transfer_id)
             self.engine.discard(request_id)
 
     def _fail(self, request_id: str, reason: str) -> Failed:

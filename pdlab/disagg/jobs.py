@@ -53,6 +53,8 @@ class Job:
     """Tokens in the state when this attempt began: K and V of these travel."""
     num_transfers: int = 0
     """Of this attempt."""
+    refused_by: set[str] = field(default_factory=set)
+    """Workers that can never serve it."""
     chunks: list[Chunk] = field(default_factory=list)
     num_read: int = 0
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)

@@ -191,7 +191,8 @@ class PrefillWorker:
 
     def forget(self, request_id: str) -> None:
         """Give up what this half keeps of a request; one that is held, gives its blocks back."""
-        self.outgoing.pop(request_id, None)
+        if out := self.outgoing.pop(request_id, None):
+            self.transport.withdraw(out.transfer_id)
         if transfer_id := self._published.pop(request_id, None):
             self.transport.withdraw(transfer_id)
         if self.leases.pop(request_id, None) is not None:

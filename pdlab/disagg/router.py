@@ -243,15 +243,22 @@ class Router:
     def _place(self, job: Job) -> bool:
         """Send a request on its way; False if it has to wait here."""
         alive = self._alive()
-        prefills = [p for p in alive if p.role != "decode"]
-        decodes = [p for p in alive if p.role != "prefill"]
         if not alive:
             self._finish(job, "no worker is left")
             return True
         job.num_sent = job.state.num_tokens
-        if self.config.mode == "aggregated" or not prefills or not decodes:
-            return self._serve(job, self.placement.least_loaded(alive, job.state))
-        there = self.placement.for_decode(decodes, job.state)
+        able = [p for p in alive if p.name not in job.refused_by]
+        if not able:
+            self._finish(job, "no worker is left that could serve it")
+            return True
+        if self.config.mode == "aggregated":
+            return self._serve(job, self.placement.least_loaded(able, job.state))
+        decodes = [p for p in able if p.role != "prefill"]
+        prefills = [p for p in able if p.role != "decode" and not self._takes(p)]
+        givable = [p for p in decodes if not self._gives(p)]
+        if not prefills or not givable:
+            return self._serve(job, self.placement.least_loaded(decodes or able, job.state))
+        there = self.placement.for_decode(givable, job.state)
         if self.placement.num_uncached(there, job.state) <= self.config.local_prefill_tokens:
             return self._serve(job, there)
         here = self.placement.for_prefill(prefills, job.state)
@@ -267,6 +274,18 @@ class Router:
             job.stage = Stage.PREFILLING
             self._post(here.name, Prefill(job.name, job.sent_state, job.arrival))
         return True
+
+    def _gives(self, peer: Peer) -> bool:
+        """Whether it computes or holds prompts for others.
+
+        Nobody gives and takes at once: two workers whose seats are taken by prompts that wait for
+        room at the other one, or by rooms that wait for prompts from there, would wait for ever.
+        """
+        return any(job.prefill_on == peer.name for job in peer.jobs.values())
+
+    def _takes(self, peer: Peer) -> bool:
+        """Whether it has rooms, or shall have some, for prompts from others."""
+        return any(job.prefill_on and job.decode_on == peer.name for job in peer.jobs.values())
 
     def _is_full(self, peer: Peer) -> bool:
         backlog = self.placement.backlog_tokens(peer)
@@ -293,8 +312,12 @@ class Router:
 
     def _find_room(self, job: Job) -> None:
         """Ask for room for a prompt that is computed."""
-        decodes = [p for p in self._alive() if p.role != "prefill" and p.name != job.prefill_on]
-        decodes = decodes or [p for p in self._alive() if p.name != job.prefill_on]
+        others = [
+            p
+            for p in self._alive()
+            if p.name not in {job.prefill_on, *job.refused_by} and not self._gives(p)
+        ]
+        decodes = [p for p in others if p.role != "prefill"] or others
         if not decodes:
             self._begin_again(job, "no worker is left to go on with it")
             return
@@ -394,6 +417,7 @@ class Router:
         assert job.decode_on is not None
         transfer = event.transfer.shifted(clock_offset_s) if clock_offset_s else event.transfer
         transfer.request_id, transfer.source = job.request_id, job.prefill_on or transfer.source
+        transfer.kind = self.config.transfer
         sender = transfer.target if transfer.kind == "pull" else transfer.source
         transfer.link = self.peers[sender].hello.link
         self.transfers.append(transfer)
@@ -425,10 +449,23 @@ class Router:
         if job.prefill_on == peer.name:
             job.prefill_on, job.is_held = None, False
         if event.refused:
-            self._leave(job)
-            self._finish(job, event.reason)
+            self._on_refused(job, peer, event.reason)
         else:
             self._carry_on(job, event.reason)
+
+    def _on_refused(self, job: Job, peer: Peer, reason: str) -> None:
+        """A worker can never serve a request: others may, unless all who could end it refused."""
+        job.refused_by.add(peer.name)
+        alive = self._alive()
+        is_whole = self.config.mode == "aggregated"
+        enders = [p for p in alive if is_whole or p.role != "prefill"] or alive
+        if all(p.name in job.refused_by for p in enders):
+            self._leave(job)
+            self._finish(job, reason)
+        elif job.is_held:
+            self._find_room(job)
+        else:
+            self._begin_again(job, reason)
 
     # --- failure --------------------------------------------------------------------------------
 
@@ -455,7 +492,7 @@ class Router:
     def _begin_again(self, job: Job, reason: str) -> None:
         """From the tokens that were handed on, on whoever there is."""
         self._leave(job)
-        if job.attempt + 1 >= self.config.max_attempts:
+        if job.attempt + 1 - len(job.refused_by) >= self.config.max_attempts:
             self._finish(job, f"given up after {job.attempt + 1} attempts: {reason}")
             return
         job.begin_again()

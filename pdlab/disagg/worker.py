@@ -37,6 +37,7 @@ from pdlab.disagg.messages import (
 from pdlab.disagg.prefill_worker import PrefillWorker
 from pdlab.disagg.transport import Transport
 from pdlab.engine import Engine, SequenceState
+from pdlab.engine.interrupts import undisturbed
 from pdlab.trace import StepRecord
 
 Role = Literal["prefill", "decode", "both"]
@@ -88,6 +89,8 @@ class Worker:
         self._told: dict[str, bool] = {}
         """Requests on the engine, and whether it was told that they run."""
         self._told_load: Load | None = None
+        self._events: list[Event] = []
+        """Not told yet."""
 
     def hello(self) -> Hello:
         """What others must know of it."""
@@ -114,22 +117,27 @@ class Worker:
         return bool(self.decode.incoming or self.prefill.leases)
 
     def turn(self, commands: list[Command]) -> list[Event]:
-        """Do what is asked, run a step, and tell what happened."""
-        events: list[Event] = []
-        for command in commands:
-            events += self._obey(command)
-        events += self._noted(self.decode.receive())
-        events += self.decode.reserve()
-        events += self.decode.expire()
-        events += self.prefill.expire()
+        """Do what is asked, run a step, and tell what happened.
+
+        Interrupted (Ctrl-C) in the step, the next turn makes it again, and tells all.
+        """
+        with undisturbed():
+            for command in commands:
+                self._events += self._obey(command)
+            self._events += self._noted(self.decode.receive())
+            self._events += self.decode.expire()
+            self._events += self.prefill.expire()
+            self._events += self.decode.reserve()  # last: who finds no room keeps others from it
         record = self.engine.step()
         if record is not None and self.slowdown > 1:
             time.sleep(record.wall_s * (self.slowdown - 1))
-        events += self._news()
-        load = self.load(record)
-        if load != self._told_load:
-            self._told_load = load
-            events.append(load)
+        with undisturbed():
+            self._events += self._news()
+            load = self.load(record)
+            if load != self._told_load:
+                self._told_load = load
+                self._events.append(load)
+        events, self._events = self._events, []
         return events
 
     def close(self) -> None:

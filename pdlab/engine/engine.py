@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -219,7 +220,8 @@ class Engine:
                 text = ""
                 for sampled in output.sampled.get(name, ()):
                     text += request.release(sample.take(sampled, now_s))
-                    if reason := sample.ending(longest):
+                    limit = longest if not sequence.holds else sequence.num_tokens + 1
+                    if reason := sample.ending(limit):
                         text += self._end(request, sample, reason)
                     elif sequence.holds:
                         self.scheduler.hold(sequence)
@@ -294,15 +296,20 @@ class Engine:
         seed: int | None,
         urgency: Urgency,
         request_id: str | None = None,
+        draws: int | None = None,
     ) -> Request:
         """A request that the engine can serve; it is not in its queues yet.
+
+        Args:
+            draws: output tokens that it has once it leaves for another engine; None if it stays.
 
         Raises:
             ValueError: it can never be served, or there is another one of this name.
         """
         admission.check_token_ids(self.model, params)
         kept = self._require_open().manager.retention
-        admission.check_fits(self.config, kept, prompt_ids, params)
+        here = params if draws is None else replace(params, max_tokens=draws)
+        admission.check_fits(self.config, kept, prompt_ids, here)
         if request_id in self.requests:
             raise ValueError(f"request_id={request_id!r} is the name of another request")
         now_s = self.now_s()
@@ -377,7 +384,8 @@ class Engine:
             ValueError: as `submit`; or it is to be held, and a window drops some of its blocks.
         """
         urgency = Urgency(priority, ttft_slo_s, arrival_s).checked(self.now_s())
-        request = self._begun(state, urgency, request_id)
+        draws = len(state.output_ids) + 1 if holds else None
+        request = self._begun(state, urgency, request_id, draws)
         if holds:
             self._require_whole()
         request.samples[0].sequence.holds = holds
@@ -422,8 +430,14 @@ class Engine:
             raise ValueError(f"window={window}: K and V that are dropped in part cannot travel")
         return memory
 
-    def _begun(self, state: RequestState, urgency: Urgency, request_id: str | None) -> Request:
-        """A request that goes on from a state."""
+    def _begun(
+        self,
+        state: RequestState,
+        urgency: Urgency,
+        request_id: str | None,
+        draws: int | None = None,
+    ) -> Request:
+        """A request that goes on from a state; `draws` as of `_new_request`."""
         if not isinstance(state, RequestState):
             raise ValueError(f"state={state!r:.60} must be a RequestState")
         admission.check_vocabulary(self.model, state.token_ids)
@@ -438,7 +452,7 @@ class Engine:
             )
         seed = state.params.seed if state.seed is None else state.seed
         request = self._new_request(
-            state.prompt, state.prompt_ids, state.params, seed, urgency, request_id
+            state.prompt, state.prompt_ids, state.params, seed, urgency, request_id, draws
         )
         request.samples[0].catch_up(state.output_ids)
         return request
@@ -456,6 +470,8 @@ class Engine:
             sample = self._sample(request_id, SequenceState.RESERVED)
             self.scheduler.admit(sample.sequence)
             sample.catch_up([token_id])
+            if reason := sample.ending(admission.longest(self.config)):
+                self._end(self.requests[request_id], sample, reason)
 
     def let_go(self, request_id: str) -> None:
         """Forget a held request, and free its blocks: another engine goes on with it.

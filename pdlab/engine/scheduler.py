@@ -138,6 +138,8 @@ class Scheduler:
         """Computed for another engine, which has not fetched K and V yet."""
         self.reserved: list[Sequence] = []
         """Computed by another engine, from which K and V have not come yet."""
+        self.claimed_s: float | None = None
+        """When the first came that waits for `reserve`: no later one of the new is admitted."""
         self._num_arrivals = 0
         self._num_turns = 0
         self._num_phase_steps = 0
@@ -429,8 +431,7 @@ class Scheduler:
             paused = [s for s in self.running if s.paused]
             if self.num_seats_taken >= self.max_num_seqs and not paused:
                 return None  # whoever it is: a policy need not be asked
-            members = self._to_join if self.batching == "static" else None
-            sequence = self.waiting.next(view, members)
+            sequence = self.waiting.next(view, self._candidates)
             if sequence is None:
                 return None
             hits = self.kv.look_up(sequence)
@@ -439,6 +440,16 @@ class Scheduler:
             if not paused:
                 return None
             self._preempt(paused[-1], batch)
+
+    @property
+    def _candidates(self) -> set[Sequence] | None:
+        """Who of those that wait may be admitted; None for all."""
+        members = self._to_join if self.batching == "static" else None
+        claimed_s = self.claimed_s
+        if claimed_s is None:
+            return members
+        among = self.waiting if members is None else members
+        return {s for s in among if s.turn or s.arrival_s <= claimed_s}
 
     @property
     def _is_open(self) -> bool:

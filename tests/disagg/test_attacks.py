@@ -1,0 +1,269 @@
+"""What made other clusters lose a request, hang, leak, or tell a wrong number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pdlab import Engine, SamplingParams
+from pdlab.disagg.cluster import Cluster
+from pdlab.disagg.router import RouterConfig
+from tests.disagg.clusters import TurnClock, check_idle, engine_of, local_cluster
+from tests.disagg.test_cluster import EXACT, MODEL, TRANSFERS, pair
+from tests.helpers import random_prompt
+
+GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+
+
+def alone(prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    """The tokens that one engine puts out."""
+    with Engine(MODEL, EXACT) as engine:
+        return [output.token_ids for output in engine.generate(prompts, params)]
+
+
+def run(cluster: Cluster, most_steps: int = 400) -> None:
+    """Step until there is nothing to do.
+
+    Raises:
+        AssertionError: that never comes.
+    """
+    for _ in range(most_steps):
+        if not cluster.step(0):
+            return
+    raise AssertionError("the cluster does not come to an end")
+
+
+def check_all_idle(cluster: Cluster) -> None:
+    """Nothing is left on any worker, nor in its transport."""
+    cluster._settle()
+    for name, host in cluster.hosts.items():
+        check_idle(engine_of(cluster, name))
+        worker = host.worker  # type: ignore[attr-defined]
+        assert not worker.is_waiting
+        assert not worker.prefill.outgoing
+        assert not worker.prefill._published
+        assert not worker.transport._outgoing
+        assert not worker.transport._published
+        assert not worker.transport._fetches
+        assert not cluster.router.peers[name].jobs
+
+
+def test_a_receiver_may_have_cached_more_than_the_first_chunk():
+    """The sender computes tokens in chunks that the receiver has: none of them travels."""
+    chunked = replace(EXACT, chunk_size=8, enable_prefix_cache=False)
+    stem = random_prompt(32)
+    prompts = [stem + random_prompt(5, seed=1), stem + random_prompt(9, seed=2)]
+    with pair(chunked, EXACT, "stream") as cluster:
+        outputs = [cluster.generate([prompt], GREEDY)[0] for prompt in prompts]
+        assert [output.token_ids for output in outputs] == alone(prompts)
+        assert [t.num_tokens for t in cluster.transfers] == [37, 9]
+        assert len(cluster.router.jobs) == 0
+        check_all_idle(cluster)
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_two_workers_that_prefill_for_each_other_do_not_wait_for_ever(transfer):
+    """Each has one seat, which its room for a prompt of the other, or a prompt for it, takes."""
+    config = replace(EXACT, max_num_seqs=1, max_num_batched_tokens=8)
+    workers = {"a": ("prefill", config), "b": ("decode", config)}
+    prompts = [random_prompt(20, seed=i) for i in range(6)]
+    with local_cluster(
+        MODEL, workers, RouterConfig(transfer=transfer), clock=TurnClock()
+    ) as cluster:
+        ids = []
+        for i, prompt in enumerate(prompts):
+            ids.append(cluster.submit(prompt, GREEDY))
+            cluster.step(0)
+            cluster.set_role("ab"[i % 2], "decode")
+            cluster.set_role("ab"[1 - i % 2], "prefill")
+        run(cluster)
+        outputs = [cluster.collect(request_id) for request_id in ids]
+        assert [output.token_ids for output in outputs] == alone(prompts)
+        check_all_idle(cluster)
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_prompts_that_lost_their_decode_worker_do_not_wait_for_each_other(transfer):
+    config = replace(EXACT, max_num_seqs=1)
+    workers = {"p0": ("prefill", config), "p1": ("prefill", config), "d0": ("decode", config)}
+    prompts = [random_prompt(20, seed=i) for i in range(4)]
+    router = RouterConfig(transfer=transfer)
+    with local_cluster(MODEL, workers, router, clock=TurnClock()) as cluster:
+        ids = [cluster.submit(prompt, GREEDY) for prompt in prompts]
+        for _ in range(3):
+            cluster.step(0)
+        cluster.kill("d0")
+        run(cluster)
+        outputs = [cluster.collect(request_id) for request_id in ids]
+        assert [output.token_ids for output in outputs] == alone(prompts)
+        check_all_idle(cluster)
+
+
+@pytest.mark.parametrize("worker", ["p0", "d0"])
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_an_interrupted_step_loses_no_request(transfer, worker):
+    """Whoever pressed Ctrl-C goes on stepping, and the requests of before are still there."""
+    config = replace(EXACT, max_num_batched_tokens=16)
+    prompts = [random_prompt(20, seed=i) for i in range(4)]
+    with pair(config, config, transfer, clock=TurnClock()) as cluster:
+        runner = engine_of(cluster, worker).runner
+        inner, calls = runner.run, [0]
+
+        def interrupted(*args):
+            calls[0] += 1
+            if calls[0] % 2:
+                raise KeyboardInterrupt
+            return inner(*args)
+
+        runner.run = interrupted
+        ids = [cluster.submit(prompt, GREEDY) for prompt in prompts]
+        for _ in range(400):
+            try:
+                if not cluster.step(0):
+                    break
+            except KeyboardInterrupt:
+                ids += [cluster.submit(prompts[0], GREEDY)] if len(ids) < 8 else []
+        outputs = [cluster.collect(request_id) for request_id in ids]
+        expected = alone(prompts)
+        assert [output.token_ids for output in outputs[:4]] == expected
+        assert all(output.token_ids == expected[0] for output in outputs[4:])
+        runner.run = inner
+        check_all_idle(cluster)
+
+
+def test_a_stream_that_is_closed_unread_is_aborted():
+    with pair(EXACT, EXACT, "stream") as cluster:
+        stream = cluster.stream(random_prompt(10), GREEDY)
+        stream.close()
+        assert not cluster.router.jobs
+        assert not cluster._samples
+        check_all_idle(cluster)
+
+
+def test_a_stream_refuses_what_it_has_no_place_for():
+    with pair(EXACT, EXACT, "stream") as cluster:
+        with pytest.raises(ValueError, match="prompt_logprobs=1"):
+            cluster.stream([1, 2], SamplingParams(prompt_logprobs=1))
+        with pytest.raises(ValueError, match="params="):
+            cluster.stream([1, 2], "greedy")  # type: ignore[arg-type]
+        assert not cluster.router.jobs
+
+
+def test_a_closed_cluster_says_so():
+    cluster = pair(EXACT, EXACT, "stream")
+    chunks = cluster.stream(random_prompt(10), GREEDY)
+    next(chunks)
+    cluster.close()
+    cluster.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        cluster.generate([random_prompt(10)], GREEDY)
+    with pytest.raises(RuntimeError, match="closed"):
+        list(chunks)
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_a_transfer_is_called_what_it_is(transfer):
+    stem = random_prompt(16)
+    with pair(EXACT, EXACT, transfer) as cluster:
+        cluster.generate([stem, random_prompt(9)], GREEDY)
+        cluster.router.placement.forget("d0")
+        cluster.generate([stem], GREEDY)  # nothing of it has to travel
+        assert [t.kind for t in cluster.transfers] == [transfer] * 3
+        assert cluster.transfers[-1].num_bytes == 0
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_a_prefill_worker_needs_room_for_the_prompt_alone(transfer):
+    small = replace(EXACT, num_blocks=3)
+    params = replace(GREEDY, max_tokens=40)
+    prompts = [random_prompt(20, seed=i) for i in range(3)]
+    with pair(small, EXACT, transfer) as cluster:
+        outputs = cluster.generate(prompts, params)
+        assert [output.token_ids for output in outputs] == alone(prompts, params)
+        assert len(cluster.transfers) == 3
+        check_all_idle(cluster)
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+@pytest.mark.parametrize("small", ["p0", "d0"])
+def test_a_request_goes_to_who_can_serve_it(transfer, small):
+    """A worker that is too small for one is passed over, and the others get it."""
+    sizes = {name: replace(EXACT, num_blocks=2 if name == small else 48) for name in ("p0", "d0")}
+    workers = {
+        "p0": ("prefill", sizes["p0"]),
+        "p1": ("prefill", EXACT),
+        "d0": ("decode", sizes["d0"]),
+        "d1": ("decode", EXACT),
+    }
+    prompts = [random_prompt(length) for length in (20, 9, 30)]
+    with local_cluster(MODEL, workers, RouterConfig(transfer=transfer)) as cluster:
+        outputs = cluster.generate(prompts, GREEDY)
+        assert [output.token_ids for output in outputs] == alone(prompts)
+        cluster.kill("p1")
+        cluster.kill("d1")
+        [output] = cluster.generate([random_prompt(60)], GREEDY)
+        if small == "d0":
+            assert output.finish_reason == "error"
+            assert "num_blocks is 2" in str(output.error)
+        else:
+            assert len(output.token_ids) == 5
+        check_all_idle(cluster)
+
+
+@pytest.mark.parametrize("shorter", ["p0", "d0"])
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_the_length_limit_is_that_of_who_decodes(transfer, shorter):
+    """A prefill worker with a lower one does not end what another one goes on with. A decode worker
+    with a lower one, and no block more, ends at once what comes with all the tokens it may have."""
+    params = replace(GREEDY, max_tokens=30)
+    prompts = [random_prompt(length) for length in (15, 20, 31, 32, 33)]
+    short = replace(EXACT, max_model_len=32, num_blocks=4)
+    configs = {name: short if name == shorter else EXACT for name in ("p0", "d0")}
+    with pair(configs["p0"], configs["d0"], transfer) as cluster:
+        outputs = cluster.generate(prompts, params)
+        for output, tokens in zip(outputs, alone(prompts, params), strict=True):
+            num_prompt = len(output.prompt_ids)
+            if shorter == "d0" and num_prompt > 32:
+                assert "max_model_len is 32" in str(output.error)
+                continue
+            most = max(1, 32 - num_prompt) if shorter == "d0" else 30
+            assert output.token_ids == tokens[:most]
+            assert output.finish_reason == "length"
+        check_all_idle(cluster)
+
+
+def test_small_requests_do_not_starve_a_large_one_that_waits_for_room():
+    """Short prompts are served where they decode, and there always is room for one of them."""
+    decode = replace(EXACT, num_blocks=8, max_num_seqs=4, enable_prefix_cache=False)
+    workers = {"p0": ("prefill", EXACT), "d0": ("decode", decode)}
+    router = RouterConfig(local_prefill_tokens=8)
+    clock = TurnClock()
+    with local_cluster(MODEL, workers, router, clock=clock) as cluster:
+        small = replace(GREEDY, max_tokens=6)
+        for i in range(2):
+            cluster.submit(random_prompt(8, seed=i), small)
+        cluster.step(0)
+        large = cluster.submit(random_prompt(56), GREEDY)
+        for i in range(60):
+            clock.now_s += 0.1
+            if i % 2 == 0:
+                cluster.submit(random_prompt(8, seed=i), small)
+            cluster.step(0)
+            if cluster.is_finished(large):
+                break
+        assert cluster.is_finished(large)
+        run(cluster)
+        check_all_idle(cluster)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 7))
+def test_an_aborted_stream_of_parcels_leaves_nothing_in_the_transport(num_steps):
+    config = replace(EXACT, max_num_batched_tokens=8)
+    with pair(config, config, "stream") as cluster:
+        request_id = cluster.submit(random_prompt(40), GREEDY)
+        for _ in range(num_steps):
+            cluster.step(0)
+        cluster.abort(request_id)
+        run(cluster)
+        check_all_idle(cluster)
