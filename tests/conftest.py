@@ -22,7 +22,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 def pytest_configure() -> None:
     """More threads than cores make small matrix products slower, not faster."""
     asked = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
-    torch.set_num_threads(min(2, asked))
+    num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    torch.set_num_threads(max(1, min(2, asked) // num_processes))
 
 
 @pytest.fixture(scope="session")

@@ -160,7 +160,8 @@ class Session:
 
 
 def _basis(cluster: Cluster, workers: dict[str, WorkerTrace]) -> str:
-    shown = [f"{name}: {each.trace.machine['threads']} threads" for name, each in workers.items()]
+    threads = {name: each.trace.machine["threads"] for name, each in workers.items()}
+    shown = [f"{name}: {n} thread{'s' * (n != 1)}" for name, n in threads.items()]
     first = next(iter(workers.values()), None)
     machine = first.trace.machine["processor"] if first else "no worker left"
     return f"{cluster.model.name} on {machine}, {', '.join(shown)}"

@@ -75,7 +75,8 @@ class TraceWidget(anywidget.AnyWidget):
 def machine_line(trace: Trace) -> str:
     """The machine a trace was recorded on, in one line: processor, cores, date."""
     machine = trace.machine
-    cores = f"{machine['cores']} cores" if machine.get("cores") else None
+    num_cores = machine.get("cores")
+    cores = f"{num_cores} core{'s' * (num_cores != 1)}" if num_cores else None
     date = str(machine.get("date", ""))[:10] or None
     parts = [machine.get("processor") or machine.get("device"), cores, date]
     return ", ".join(str(p) for p in parts if p) or "an unnamed machine"
