@@ -7,6 +7,7 @@ rate is found by bisection on simulated runs: the same requests, closer together
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -31,6 +32,7 @@ SHARE = 0.9
 ALONE_RPS = 1e-3
 """So slow that each request is alone: what is not met now never is."""
 LARGEST_RPS = 1e5
+LEAST_S = 60.0
 NUM_BISECTIONS = 6
 """They leave 1/64 of a doubling: 1%."""
 
@@ -166,27 +168,44 @@ class Goodput:
 # --- one candidate -------------------------------------------------------------------------------
 
 
-def at_rate(requests: Sequence[TraceRequest], rate_rps: float) -> list[TraceRequest]:
-    """The same requests, `rate_rps` a second on average.
+def at_rate(
+    requests: Sequence[TraceRequest], rate_rps: float, least_s: float = 0.0
+) -> list[TraceRequest]:
+    """The same requests, `rate_rps` a second on average, and again if they would be over too soon.
+
+    Args:
+        least_s: seconds in which they come, at least. What is repeated shares no prefix with what
+            came before.
 
     Raises:
-        ValueError: there are fewer than two, all come at one moment, or the rate is out of range.
+        ValueError: there are fewer than two, all come at one moment, or a number is out of range.
     """
     require_number("rate_rps", rate_rps, ALONE_RPS, 1e6)
+    require_number("least_s", least_s, 0, 1e6)
     if len(requests) < 2:
         raise ValueError(f"requests has {len(requests)}: a rate takes at least 2")
     first, last = requests[0].arrival_s, requests[-1].arrival_s
     if last <= first:
         raise ValueError("requests all arrive at one moment: they have no rate")
     factor = (len(requests) - 1) / (last - first) / rate_rps
-    return [replace(r, arrival_s=(r.arrival_s - first) * factor) for r in requests]
+    lap_s, ids = len(requests) / rate_rps, 1 + max(max(r.prefix_ids, default=0) for r in requests)
+    num_requests = max(len(requests), math.ceil(least_s * rate_rps))
+    coming = []
+    for number in range(num_requests):
+        lap, place = divmod(number, len(requests))
+        request = requests[place]
+        arrival_s = lap * lap_s + (request.arrival_s - first) * factor
+        prefix_ids = tuple(lap * ids + i for i in request.prefix_ids)
+        coming.append(replace(request, arrival_s=arrival_s, prefix_ids=prefix_ids))
+    return coming
 
 
 def simulate_at(
-    candidate: Candidate, requests: Sequence[TraceRequest], rate_rps: float
+    candidate: Candidate, requests: Sequence[TraceRequest], rate_rps: float, least_s: float = 0.0
 ) -> ClusterRun:
-    """A run at a rate."""
-    return simulate_cluster(at_rate(requests, rate_rps), candidate.workers, candidate.router)
+    """A run at a rate; see `at_rate`."""
+    coming = at_rate(requests, rate_rps, least_s)
+    return simulate_cluster(coming, candidate.workers, candidate.router)
 
 
 def attainment(run: ClusterRun, slo: SLO) -> float:
@@ -201,6 +220,7 @@ def goodput_per_device(
     *,
     share: float = SHARE,
     start_rps: float | None = None,
+    least_s: float = LEAST_S,
     num_bisections: int = NUM_BISECTIONS,
 ) -> Goodput:
     """The highest rate that a cluster carries within an SLO.
@@ -209,10 +229,11 @@ def goodput_per_device(
     logarithmic scale). Attainment is taken to fall with the rate, which by chance it may not do.
 
     Args:
-        requests: their distances are stretched. Few of them hide a queue that grows slowly: they
-            should take many times the SLO's TTFT.
+        requests: their distances are stretched.
         share: of the requests that must meet it.
         start_rps: where to begin; None for one a second and device.
+        least_s: for how long requests come, at least; too short a time hides a queue that grows,
+            and a cache that fills.
 
     Raises:
         ValueError: a number is out of range, or the requests have no rate.
@@ -224,7 +245,7 @@ def goodput_per_device(
     tried: dict[float, float] = {}
 
     def meets(rate_rps: float) -> bool:
-        tried[rate_rps] = attainment(simulate_at(candidate, requests, rate_rps), slo)
+        tried[rate_rps] = attainment(simulate_at(candidate, requests, rate_rps, least_s), slo)
         return tried[rate_rps] >= share
 
     low, high = _bracket(meets, start_rps or float(devices))

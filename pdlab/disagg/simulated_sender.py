@@ -137,15 +137,16 @@ class SimulatedSender:
     ) -> float:
         """Layer by layer, and in each layer one request after the other, as the real worker."""
         num_layers, at_once = self.spec.total_layers, self.spec.layers_per_parcel
-        layer_s, pack_s = (end_s - start_s) / num_layers, 0.0
+        layer_s, pack_s, bookings = (end_s - start_s) / num_layers, 0.0, self._bookings
         for first in range(0, num_layers, at_once):
-            layers = range(first, min(first + at_once, num_layers))
+            end = min(first + at_once, num_layers)
             for _, out, tokens in sends:
-                if self.spec.pack_s_per_byte:
-                    num_bytes = out.wire.num_bytes(len(tokens), len(layers))
-                    pack_s += self.spec.pack_s_per_byte * num_bytes
-                sent_s = start_s + layers.stop * layer_s + pack_s
-                out.parcels.append(booked(self._bookings, out.wire, layers, tokens, sent_s))
+                num_bytes = out.wire.num_bytes(len(tokens), end - first)
+                pack_s += self.spec.pack_s_per_byte * num_bytes
+                sent_s = start_s + end * layer_s + pack_s
+                due_s = bookings.book(num_bytes, sent_s) if bookings.link else sent_s
+                span = first, end, tokens.start, tokens.stop
+                out.parcels.append(ParcelRecord(*span, num_bytes, sent_s, due_s))
         return pack_s
 
     def note_held(self, request_id: str, now_s: float) -> float:

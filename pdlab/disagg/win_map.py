@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdlab.disagg.search import SHARE, Candidate, simulate_at
+from pdlab.disagg.search import LEAST_S, SHARE, Candidate, simulate_at
 from pdlab.disagg.serving import ClusterRun
 from pdlab.requirements import require_number
 from pdlab.workload.report import FINISHED
@@ -74,6 +74,7 @@ def win_map(
     rates_rps: Sequence[float],
     *,
     share: float = SHARE,
+    least_s: float = LEAST_S,
     on_run: Callable[[int, int, Candidate, float], None] | None = None,
 ) -> WinMap:
     """Goodput per device of each mode at each pair of limits.
@@ -86,6 +87,7 @@ def win_map(
         tried: clusters; of a mode with several, the best at each pair counts.
         rates_rps: requests a second and device, to be simulated.
         share: of the requests that must meet both limits.
+        least_s: for how long requests come, at least.
         on_run: called after each run with how many are done, how many there are, whose it was, and
             the rate.
 
@@ -103,7 +105,7 @@ def win_map(
     for candidate in tried:
         shares = []
         for rate_rps in rates_rps:
-            run = simulate_at(candidate, requests, rate_rps * candidate.num_devices)
+            run = simulate_at(candidate, requests, rate_rps * candidate.num_devices, least_s)
             shares.append(attainments(run, ttfts_s, tpots_s))
             runs += 1
             if on_run:

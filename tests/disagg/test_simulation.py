@@ -15,7 +15,7 @@ from pdlab.disagg.control import RoleController
 from pdlab.disagg.link import Link
 from pdlab.disagg.router import TRANSFERS, RouterConfig
 from pdlab.disagg.serving import ClusterRun
-from pdlab.disagg.simulated_spec import SimulatedSpec
+from pdlab.disagg.simulated_spec import PlainWire, SimulatedSpec
 from pdlab.disagg.simulation import simulate_cluster
 from pdlab.workload.arrivals import ClosedLoop, OpenLoop
 from pdlab.workload.simulation import simulate
@@ -267,10 +267,11 @@ def test_what_makes_no_sense_is_named(what, match):
         simulate_cluster(given.pop("arrivals"), given.pop("workers"), **given)
 
 
-def test_layers_that_differ_are_refused_with_both_numbers():
+def test_nothing_travels_between_models_of_different_shape():
     workers = {"p": spec("prefill", num_layers=3), "d": spec("decode")}
-    run = simulate_cluster([TraceRequest(0, 4, 2)], workers)
-    assert "num_layers=3 of the sender is 4" in run.requests[0].error
+    with pytest.raises(ValueError, match="num_layers=3 of the sender is 4"):
+        PlainWire.between(workers["p"], workers["d"])
+    assert not simulate_cluster([TraceRequest(0, 4, 2)], workers).transfers
 
 
 def test_two_hundred_workers_run():

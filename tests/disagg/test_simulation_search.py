@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from pdlab import EngineConfig
 from pdlab.costmodel import LinearStepTimes
+from pdlab.disagg import search as searches
 from pdlab.disagg.break_even import break_even, exposed_s, simulated_point
 from pdlab.disagg.link import Link
 from pdlab.disagg.search import (
@@ -17,7 +19,6 @@ from pdlab.disagg.search import (
     at_rate,
     attainment,
     candidates,
-    goodput_per_device,
     search,
     simulate_at,
 )
@@ -32,6 +33,8 @@ CONFIG = EngineConfig(num_blocks=400, max_num_seqs=32, max_num_batched_tokens=25
 ONE = Machine("one", SimulatedSpec("both", CONFIG, TIMES, kv_bytes_per_token=64, num_layers=4))
 TWO = Machine("two", replace(ONE.spec, num_devices=2))
 REQUESTS = [TraceRequest(i * 0.05, 60 + i * 7 % 50, 10 + i % 11) for i in range(60)]
+goodput_per_device = partial(searches.goodput_per_device, least_s=0.0)
+"""Of the sixty requests alone: it is about how the rate is found, not about which it is."""
 PAIR = Candidate("disaggregated", ONE, 1, ONE, 1)
 
 
@@ -42,6 +45,22 @@ def test_the_same_requests_at_another_rate():
     faster = at_rate(REQUESTS, 40.0)
     assert faster[-1].arrival_s == pytest.approx(59 / 40)
     assert [r.num_prompt_tokens for r in faster] == [r.num_prompt_tokens for r in REQUESTS]
+
+
+def test_they_come_again_where_they_would_be_over_too_soon():
+    requests = [replace(r, prefix_ids=(0, 5), prefix_block_size=64) for r in REQUESTS[:3]]
+    longer = at_rate(requests, 2.0, least_s=3.5)
+    assert [r.arrival_s for r in longer] == pytest.approx([0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0])
+    assert [r.num_prompt_tokens for r in longer[3:6]] == [r.num_prompt_tokens for r in requests]
+    assert [r.prefix_ids for r in longer[::3]] == [(0, 5), (6, 11), (12, 17)]
+
+
+def test_a_short_run_hides_a_queue_that_grows():
+    """Half again what one can bear: sixty are through before it shows."""
+    alone = Candidate("prefill first", ONE)
+    slo = SLO(2.0, 1.0)
+    short = attainment(simulate_at(alone, REQUESTS, 15.0), slo)
+    assert attainment(simulate_at(alone, REQUESTS, 15.0, least_s=40.0), slo) < 0.5 < 0.9 < short
 
 
 def test_goodput_is_where_attainment_falls():
@@ -116,6 +135,7 @@ def test_the_best_comes_first_and_all_are_told():
         SLO(0.3, 0.02),
         on_result=lambda done, of, newest: told.append((done, of, newest)),
         num_bisections=2,
+        least_s=0.0,
     )
     assert [(done, of) for done, of, _ in told] == [(i, 4) for i in range(1, 5)]
     assert {newest.candidate for _, _, newest in told} == {each.candidate for each in found}
@@ -170,7 +190,13 @@ def test_the_map_agrees_with_the_search():
     rates_rps = [2 * 1.25**i for i in range(10)]
     runs = []
     found = win_map(
-        tried, REQUESTS, ttfts_s, tpots_s, rates_rps, on_run=lambda *told: runs.append(told)
+        tried,
+        REQUESTS,
+        ttfts_s,
+        tpots_s,
+        rates_rps,
+        least_s=0.0,
+        on_run=lambda *told: runs.append(told),
     )
     assert len(runs) == 40, "each candidate once at each rate"
     assert found.goodput.shape == (3, 2, 2)
