@@ -15,7 +15,7 @@ from typing import Any
 
 from pdlab.costmodel.published import published
 from pdlab.disagg.link import Link
-from pdlab.disagg.router import RouterConfig
+from pdlab.disagg.router import TRANSFERS, RouterConfig
 from pdlab.disagg.serving import ClusterRun
 from pdlab.disagg.simulated_spec import SimulatedSpec
 from pdlab.disagg.simulation import simulate_cluster
@@ -102,9 +102,12 @@ class Candidate:
     num_decode: int = 0
     chunk_size: int | None = None
     """Tokens of a prompt in one step: of `chunked`, or of those that prefill."""
+    transfer: str = "stream"
+    """As of `RouterConfig`; of `disaggregated`."""
 
     def __post_init__(self) -> None:
         require_choice("mode", self.mode, MODES)
+        require_choice("transfer", self.transfer, TRANSFERS)
         require_int("num_workers", self.num_workers, least=1)
         require_int("num_decode", self.num_decode, least=self.mode == "disaggregated")
         if self.mode != "disaggregated" and self.num_decode:
@@ -136,7 +139,8 @@ class Candidate:
 
     @property
     def router(self) -> RouterConfig:
-        return RouterConfig(mode="disaggregated" if self.mode == "disaggregated" else "aggregated")
+        mode = "disaggregated" if self.mode == "disaggregated" else "aggregated"
+        return RouterConfig(mode=mode, transfer=self.transfer)
 
     @property
     def num_devices(self) -> int:

@@ -53,16 +53,17 @@ class WinMap:
         return [i for i, each in enumerate(self.candidates) if each.mode == mode]
 
     def __str__(self) -> str:
-        """A table: of each mode the goodput per device, the best one's marked."""
-        lines = ["TPOT \\ TTFT  " + "".join(f"{t:>24.3g} s" for t in self.ttfts_s)]
+        """A table of goodputs per device, the best of each pair marked."""
+        width = max(len(mode) for mode in self.modes)
+        head = "".join(f"{ttft_s:>9.3g} s" for ttft_s in self.ttfts_s)
+        lines = [f"{'TPOT':>8}   {'TTFT':{width}}{head}"]
         goodput, winner = self.goodput, self.winner
         for i, tpot_s in enumerate(self.tpots_s):
             for m, mode in enumerate(self.modes):
-                cells = [
-                    f"{mode:>15} {goodput[m, i, j]:8.3f}{'*' if winner[i, j] == m else ' '} "
-                    for j in range(len(self.ttfts_s))
-                ]
-                lines.append((f"{tpot_s:9.3g} s  " if not m else " " * 13) + " ".join(cells))
+                row = zip(goodput[m, i], winner[i] == m, strict=True)
+                cells = "".join(f"{rate:>10.3f}{'*' if wins else ' '}" for rate, wins in row)
+                first = f"{tpot_s:>6.3g} s" if m == 0 else " " * 8
+                lines.append(f"{first}   {mode:{width}}{cells}".rstrip())
         return "\n".join(lines)
 
 
