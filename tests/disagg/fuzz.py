@@ -141,8 +141,8 @@ def fuzz(seed: int) -> dict[str, int]:
                     events["error"] += 1
         events["transfers"] += len(cluster.transfers)
         events["recovered"] += sum(len(f.recovered_s) for f in cluster.failures)
-        for _ in range(int(router.lease_s / 0.1) * 3 + 3):  # the last commands, and every lease
-            clock.now_s += 0.1
+        for _ in range(20):  # the last commands, and every lease
+            clock.now_s += router.lease_s / 3
             step(cluster, settles=True)
         for name in cluster.hosts:
             check_idle(engine_of(cluster, name))
