@@ -346,6 +346,7 @@ def test_what_is_wanted_outlives_its_lease_and_what_is_not_ends_with_it(transfer
             clock.now_s += 0.5
             if not cluster.step(0):
                 break
+        assert not any(job.attempt or job.num_transfers > 1 for job in cluster.router.jobs.values())
         assert [cluster.collect(i).token_ids for i in ids] == alone(prompts, params)
         assert len(cluster.transfers) == 2
         cluster.submit(random_prompt(40, seed=5), params)
