@@ -95,6 +95,7 @@ class Engine:
         self._step = 0
         self._freed: list[int] = []
         self._moves: list[BlockMove] = []
+        """Those that `reserve` made, until a step records them."""
         self._measures_activations = False
         memory.join(admission.kind_of_memory(model, config), config.max_num_seqs)
         self._epoch = time.perf_counter()
@@ -136,16 +137,17 @@ class Engine:
                 batch = self.scheduler.schedule(start_s)
                 orders = memory.manager.take_orders()
                 self.runner.carry_out(orders)
-                self._moves += [order for order in orders if isinstance(order, BlockMove)]
+                moves = [order for order in orders if isinstance(order, BlockMove)]
                 self._note(batch)
             if not batch.scheduled:
                 assert may_idle or batch.unranked, "there is work, and nothing of it was scheduled"
                 return None
+            moves, self._moves = [*self._moves, *moves], []
             clock.lap("schedule")
             with self._metered() as activations:
                 output = self.runner.run(batch, clock, self._step)
             with undisturbed():
-                return self._book(batch, output, activations, clock, start_s)
+                return self._book(batch, output, moves, activations, clock, start_s)
 
     def _note(self, batch: ScheduledBatch) -> None:
         """Book what scheduling did for good, whether or not the step comes about."""
@@ -165,6 +167,7 @@ class Engine:
         self,
         batch: ScheduledBatch,
         output: StepOutput,
+        moves: list[BlockMove],
         activations: AllocationMeter | None,
         clock: StageClock,
         start_s: float,
@@ -186,7 +189,7 @@ class Engine:
             stage_s=clock.stage_s,
             batch=batch,
             output=output,
-            moves=self._moves,
+            moves=moves,
             spoken=spoken,
             residents=residents,
             waiting=self.scheduler.waiting,
@@ -194,7 +197,7 @@ class Engine:
             activations=activations,
             shares_memory=self._require_open().num_engines > 1,
         )
-        self._freed, self._moves = [], []
+        self._freed = []
         self._step += 1
         self._require_open().note_change()
         return record
