@@ -133,6 +133,9 @@ def test_an_interrupted_step_loses_no_request(transfer, worker):
         expected = alone(prompts)
         assert [output.token_ids for output in outputs[:4]] == expected
         assert all(output.token_ids == expected[0] for output in outputs[4:])
+        token_bytes = MODEL.config.kv_bytes_per_token(4)
+        for record in cluster.transfers:  # what came of a step that failed does not count
+            assert record.num_bytes == record.num_tokens * token_bytes
         runner.run = inner
         check_all_idle(cluster)
 
@@ -434,3 +437,23 @@ def test_two_clusters_in_one_process_do_not_meet():
         assert outputs == [tokens for tokens in alone(prompts) for _ in range(2)]
         check_all_idle(one)
         check_all_idle(two)
+
+
+def test_what_is_not_fetched_in_time_is_withdrawn_on_both_sides():
+    clock = TurnClock()
+    options = {"clock": clock, "transfer_timeout_s": 2.0}
+    with pair(EXACT, EXACT, "pull", **options) as cluster:
+        cluster.router.config = RouterConfig(transfer="pull", max_attempts=2)
+        there, here = (cluster.hosts[name].worker.transport for name in ("d0", "p0"))
+        fetched, withdrawn = [], []
+        there.fetch = lambda ticket: fetched.append(ticket.transfer_id)
+        withdraw, there.withdraw = there.withdraw, withdrawn.append
+        request_id = cluster.submit(random_prompt(20), GREEDY)
+        while cluster.step(0):
+            clock.now_s += 0.5
+            assert len(here._published) <= 1
+        assert "did not come within 2 s" in str(cluster.collect(request_id).error)
+        assert len(fetched) == 4  # twice for each attempt
+        assert fetched == withdrawn
+        there.withdraw = withdraw
+        check_all_idle(cluster)
