@@ -82,7 +82,7 @@ class Cluster:
         Raises:
             ValueError: there is one of this name.
         """
-        self.router.add_worker(host.hello, role)
+        self.router.add_worker(host.hello, role, self._offset_of(host))
         self.hosts[host.hello.name] = host
 
     def set_role(self, name: str, role: Role) -> None:
@@ -122,7 +122,7 @@ class Cluster:
             commands_for = self.router.take_commands(self.now_s())
             for name, commands in commands_for.items():
                 if host := self.hosts.get(name):
-                    offset_s = self._epoch_s - host.clock_offset_s
+                    offset_s = -self._offset_of(host)
                     host.post([_on_clock(command, offset_s) for command in commands])
         return bool(commands_for)
 
@@ -143,8 +143,7 @@ class Cluster:
             with undisturbed():
                 for event in events:
                     heard = True
-                    offset_s = host.clock_offset_s - self._epoch_s
-                    self.router.on_event(name, event, self.now_s(), offset_s)
+                    self.router.on_event(name, event, self.now_s())
         return heard
 
     def _lose(self, name: str, host: Host) -> None:
@@ -357,7 +356,11 @@ class Cluster:
 
     def _epoch_of(self, host: Host) -> float:
         """When the clock of a worker's engine began, on the cluster's."""
-        return host.hello.epoch_s + host.clock_offset_s - self._epoch_s
+        return host.hello.epoch_s + self._offset_of(host)
+
+    def _offset_of(self, host: Host) -> float:
+        """What to add to a time of a worker's clock for one of the cluster's."""
+        return host.clock_offset_s - self._epoch_s
 
     def close(self) -> None:
         """End all workers. Closing a closed cluster does nothing."""

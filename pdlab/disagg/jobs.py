@@ -129,6 +129,8 @@ class Peer:
     load: Load
     jobs: dict[str, Job] = field(default_factory=dict)
     """By the name that it knows them by."""
+    clock_offset_s: float = 0.0
+    """What to add to a time of its clock."""
     is_alive: bool = True
     heard_s: float = 0.0
     """When it last said something, or last had nothing to do."""

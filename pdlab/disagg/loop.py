@@ -74,9 +74,13 @@ def serve(worker: Worker, pipe: Pipe) -> None:
             if any(isinstance(message, Stop) for message in messages):
                 return
             lists = [message for message in messages if isinstance(message, list)]
-            events = worker.turn([command for commands in lists for command in commands])
-            if events:
+            worker.hear([command for commands in lists for command in commands])
+            if events := worker.take_events():
                 _say(pipe, events)
+            worker.step()
+            if news := worker.take_events():
+                _say(pipe, news)
+            events += news
             for message in messages:
                 if isinstance(message, Ask):
                     _say(pipe, Answer(_answer(worker, message.what)))

@@ -137,7 +137,9 @@ class Session:
         cluster = self.cluster
         traces = cluster.trace().workers
         workers = {name: self._worker(each) for name, each in traces.items()}
-        transfers = [t.shifted(-self.start_s) for t in cluster.transfers[self.num_transfers :]]
+        transfers = [
+            t.shifted(-self.start_s, -self.start_s) for t in cluster.transfers[self.num_transfers :]
+        ]
         failures = cluster.failures[self.num_failures :]
         return ClusterRun(
             provenance="measured",

@@ -113,8 +113,11 @@ class Router:
 
     # --- workers --------------------------------------------------------------------------------
 
-    def add_worker(self, hello: Hello, role: Role) -> None:
+    def add_worker(self, hello: Hello, role: Role, clock_offset_s: float = 0.0) -> None:
         """There is another worker.
+
+        Args:
+            clock_offset_s: what to add to a time of its clock.
 
         Raises:
             ValueError: there is one of this name, or no such role.
@@ -126,7 +129,7 @@ class Router:
             self._post(peer.name, Meet(hello.name, hello.layout))
             self._post(hello.name, Meet(peer.name, peer.hello.layout))
         load = Load(0, 0, 0, 0, hello.num_blocks)
-        self.peers[hello.name] = Peer(hello, role, load)
+        self.peers[hello.name] = Peer(hello, role, load, clock_offset_s=clock_offset_s)
 
     def set_role(self, name: str, role: Role) -> None:
         """What a worker is sent from now on; what it has, it brings to its end."""
@@ -348,12 +351,8 @@ class Router:
 
     # --- what workers tell ----------------------------------------------------------------------
 
-    def on_event(self, name: str, event: Event, now_s: float, clock_offset_s: float = 0.0) -> None:
-        """Book what a worker tells, and decide what follows.
-
-        Args:
-            clock_offset_s: what to add to a time of the worker's clock.
-        """
+    def on_event(self, name: str, event: Event, now_s: float) -> None:
+        """Book what a worker tells, and decide what follows."""
         peer = self._peer(name)
         peer.heard_s = now_s
         if isinstance(event, Load):
@@ -368,10 +367,10 @@ class Router:
         match event:
             case Started(_, time_s, num_cached):
                 if job.metrics.first_scheduled_s is None:
-                    job.metrics.first_scheduled_s = time_s + clock_offset_s
+                    job.metrics.first_scheduled_s = time_s + peer.clock_offset_s
                     job.metrics.num_cached_tokens = num_cached
             case Produced():
-                self._on_produced(job, event, clock_offset_s)
+                self._on_produced(job, event, peer.clock_offset_s)
             case Held():
                 self._on_held(job, event)
             case Reserved():
@@ -380,7 +379,7 @@ class Router:
                 if job.decode_on is not None:
                     self._post(job.decode_on, Fetch(job.name, ticket))
             case Arrived():
-                self._on_arrived(job, event, clock_offset_s)
+                self._on_arrived(job, event, peer)
             case Ended():
                 self._on_ended(job, event)
             case Failed():
@@ -413,15 +412,15 @@ class Router:
             command = Prefill(job.name, job.sent_state, job.arrival, self._route(job))
             self._post(job.prefill_on, command)
 
-    def _on_arrived(self, job: Job, event: Arrived, clock_offset_s: float) -> None:
-        assert job.decode_on is not None
-        transfer = event.transfer.shifted(clock_offset_s) if clock_offset_s else event.transfer
-        transfer.request_id, transfer.source = job.request_id, job.prefill_on or transfer.source
-        transfer.kind = self.config.transfer
-        sender = transfer.target if transfer.kind == "pull" else transfer.source
-        transfer.link = self.peers[sender].hello.link
+    def _on_arrived(self, job: Job, event: Arrived, there: Peer) -> None:
+        here = self.peers[job.prefill_on or event.transfer.source]
+        asks = there if self.config.transfer == "pull" else here  # its clock, and its link
+        offsets_s = asks.clock_offset_s, there.clock_offset_s
+        transfer = event.transfer.shifted(*offsets_s) if any(offsets_s) else event.transfer
+        transfer.request_id, transfer.source = job.request_id, here.name
+        transfer.kind, transfer.link = self.config.transfer, asks.hello.link
         self.transfers.append(transfer)
-        self.placement.note(self.peers[job.decode_on], job.sent_state)
+        self.placement.note(there, job.sent_state)
         job.stage = Stage.DECODING
         self._release(job)
 

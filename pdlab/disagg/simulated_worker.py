@@ -119,7 +119,7 @@ class SimulatedWorker:
         self._num_tasks = self._num_transfers = 0
         self._events: list[Event] = []
         self._load: Load | None = None
-        self._start_s = 0.0
+        self.start_s = 0.0
         """When the step of the turn begins: after what was packed and unpacked before it."""
         self._pack_s = 0.0
         """How much longer the turn takes than its step."""
@@ -148,19 +148,24 @@ class SimulatedWorker:
 
     def begin(self, now_s: float) -> float | None:
         """Do what is asked and plan a step; returns when the turn ends, None if it does nothing."""
-        self._start_s, self._pack_s = now_s, 0.0
+        self.start_s, self._pack_s = now_s, 0.0
         commands, self.commands = self.commands, []
         for command in commands:
             self._obey(command)
         self._receive()
-        step_end_s = self.engine.begin(self._start_s)
+        step_end_s = self.engine.begin(self.start_s)
         if step_end_s is None:
-            tells = self._events or self._start_s > now_s
-            self.end_s = self._start_s if tells else None
+            tells = self._events or self.start_s > now_s
+            self.end_s = self.start_s if tells else None
             return self.end_s
-        self._pack_s = self.sender.send_layers(self.engine.computed(), self._start_s, step_end_s)
+        self._pack_s = self.sender.send_layers(self.engine.computed(), self.start_s, step_end_s)
         self.end_s = step_end_s + self._pack_s
         return self.end_s
+
+    def take_events(self) -> list[Event]:
+        """What is told before the step: room that was given, K and V that have arrived."""
+        events, self._events = self._events, []
+        return events
 
     def is_urgent(self, command: Command) -> bool:
         """Whether it may change the steps to come; the token for K and V still on their way cannot.
@@ -184,7 +189,7 @@ class SimulatedWorker:
 
     def finish(self) -> tuple[list[Event], Outcome | None]:
         """The end of a turn: what to tell the router, and what the engine did."""
-        events, self._events = self._events, []
+        events = self.take_events()
         outcome = None
         self.end_s = None
         if self.engine.end_s is not None:
@@ -216,7 +221,7 @@ class SimulatedWorker:
             case Reserve():
                 self.receiver.ask(command)
             case Continue(request_id):
-                self._note(self.receiver.go_on(request_id, self._start_s))
+                self._note(self.receiver.go_on(request_id, self.start_s))
             case Serve(request_id) | Prefill(request_id):
                 try:
                     self._queue(command)
@@ -225,14 +230,14 @@ class SimulatedWorker:
                     self._events.append(Failed(request_id, str(error), refused=True))
             case Send(request_id, route):
                 num_tokens = self._held[request_id]
-                self._start_s = self.sender.push(request_id, route, num_tokens, self._start_s)
+                self.start_s = self.sender.push(request_id, route, num_tokens, self.start_s)
             case Publish(request_id):
                 self._num_transfers += 1
                 name = transfer_name(request_id, self.name, self._num_transfers)
                 self._events.append(Published(request_id, Ticket(name, _address(self.name), 0, ())))
             case Fetch(request_id, ticket):
                 missing = self.receiver.missing(request_id)
-                self.sender.fetch(request_id, ticket.source.name, missing, self._start_s)
+                self.sender.fetch(request_id, ticket.source.name, missing, self.start_s)
 
     def _queue(self, command: Serve | Prefill) -> None:
         """Let a request wait for its first step.
@@ -275,8 +280,8 @@ class SimulatedWorker:
         arrived, self.arrived = self.arrived, []
         for shipment in arrived:
             if self.receiver.waits_for(shipment):
-                self._start_s += self.spec.unpack_s_per_byte * shipment.num_bytes
-                self._note(self.receiver.take(shipment, self._start_s))
+                self.start_s += self.spec.unpack_s_per_byte * shipment.num_bytes
+                self._note(self.receiver.take(shipment, self.start_s))
         if self.receiver.asked:
             self._note(self.receiver.reserve())
 
@@ -316,7 +321,7 @@ class SimulatedWorker:
                 del tasks[name]
             elif name in held:
                 events.append(Held(name))
-                self._start_s = self.sender.note_held(name, outcome.span.end_s)
+                self.start_s = self.sender.note_held(name, outcome.span.end_s)
                 del tasks[name]
 
     def _load_of(self, outcome: Outcome | None) -> Load:

@@ -281,6 +281,8 @@ class _Simulation:
                 if before_s is None:
                     end_s = worker.begin(self._now_s)
                     self._ship(worker)
+                    if early := worker.take_events():
+                        self.at(worker.start_s + self.hop_s, self._tell, name, early)
                 else:
                     end_s = worker.interrupt(self._now_s)
                 if end_s is not None and end_s != before_s:

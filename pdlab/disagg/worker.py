@@ -121,6 +121,12 @@ class Worker:
 
         Interrupted (Ctrl-C) in the step, the next turn makes it again, and tells all.
         """
+        self.hear(commands)
+        self.step()
+        return self.take_events()
+
+    def hear(self, commands: list[Command]) -> None:
+        """Do what is asked, and what else needs no step: so nobody waits for one to hear of it."""
         with undisturbed():
             for command in commands:
                 self._events += self._obey(command)
@@ -128,6 +134,9 @@ class Worker:
             self._events += self.decode.expire()
             self._events += self.prefill.expire()
             self._events += self.decode.reserve()  # last: who finds no room keeps others from it
+
+    def step(self) -> None:
+        """Run a step of the engine."""
         record = self.engine.step()
         if record is not None and self.slowdown > 1:
             time.sleep(record.wall_s * (self.slowdown - 1))
@@ -137,6 +146,9 @@ class Worker:
             if load != self._told_load:
                 self._told_load = load
                 self._events.append(load)
+
+    def take_events(self) -> list[Event]:
+        """What has happened since the last call."""
         events, self._events = self._events, []
         return events
 

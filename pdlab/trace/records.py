@@ -268,13 +268,13 @@ class TransferRecord:
     def bandwidth_bytes_s(self) -> float:
         return self.num_bytes / self.wall_s if self.wall_s > 0 else 0.0
 
-    def shifted(self, offset_s: float) -> TransferRecord:
-        """The same on another clock."""
+    def shifted(self, sent_s: float, arrived_s: float) -> TransferRecord:
+        """With so much added to each time of its sending, and of its arriving."""
         parcels = [
-            parcel._replace(sent_s=parcel.sent_s + offset_s, arrived_s=parcel.arrived_s + offset_s)
-            for parcel in self.parcels
+            each._replace(sent_s=each.sent_s + sent_s, arrived_s=each.arrived_s + arrived_s)
+            for each in self.parcels
         ]
-        return replace(self, parcels=parcels, ready_s=self.ready_s + offset_s)
+        return replace(self, parcels=parcels, ready_s=self.ready_s + arrived_s)
 
 
 @dataclass(slots=True)

@@ -112,6 +112,7 @@ class SimulatedWorkers:
             worker.arrived.append(shipment)
         worker.commands += commands
         end_s = worker.begin(self.now_s)
+        early = worker.take_events()
         if end_s is not None:
             worker.interrupt(self.now_s + ROUND_S / 2)
         events, _ = worker.finish()
@@ -120,7 +121,7 @@ class SimulatedWorkers:
             last = shipment.parcels[-1]
             shipment.parcels[-1] = last._replace(arrived_s=self.now_s + ROUND_S)
         self.coming += sent
-        return events
+        return early + events
 
     def close(self) -> None:
         pass
