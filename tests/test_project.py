@@ -55,7 +55,7 @@ def _other_files(folder: Path) -> Iterator[Path]:
 
 def test_every_import_is_a_declared_dependency() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    lines = [*PROJECT["project"]["dependencies"], *extras["test"]]
+    lines = [*PROJECT["project"]["dependencies"], *extras["cluster"], *extras["test"]]
     declared = {_normal(re.match(r"[\w.-]+", line)[0]) for line in lines}  # type: ignore[index]
     owners = packages_distributions()
     known = {*sys.stdlib_module_names, "pdlab", "pdlab_kernels"}
