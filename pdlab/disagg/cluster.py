@@ -11,6 +11,7 @@ from multiprocessing.connection import wait
 
 from tqdm.auto import tqdm
 
+from pdlab.disagg.control import RoleController
 from pdlab.disagg.hosts import Host, WorkerDied
 from pdlab.disagg.jobs import Job, Stage
 from pdlab.disagg.messages import Arrival, Command, Prefill, Reserve, Serve
@@ -38,6 +39,8 @@ class Cluster:
         model: for its tokenizer and its limits; the workers have their own, of the same name.
         hosts: where the workers live, each with its role.
         config: of the router.
+        control: makes what gives workers other roles as the load changes, say
+            `functools.partial(RoleController, most_wait_s=2)`; None leaves them as they are.
         seed: seeds the requests that bring no seed of their own; None draws from the system.
         clock: seconds.
 
@@ -52,11 +55,13 @@ class Cluster:
         hosts: Iterable[tuple[Host, Role]],
         config: RouterConfig | None = None,
         *,
+        control: Callable[[Router], RoleController] | None = None,
         seed: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.model = model
         self.router = Router(config)
+        self.controller = control(self.router) if control else None
         self.hosts: dict[str, Host] = {}
         self._clock = clock
         self._epoch_s = clock()
@@ -109,6 +114,8 @@ class Cluster:
         """
         if self._is_closed:
             raise RuntimeError("the cluster is closed")
+        if self.controller is not None:
+            self.controller.look(self.now_s())
         had_work = self.router.has_work
         if not self._post() and not had_work:
             return False
@@ -352,6 +359,7 @@ class Cluster:
             },
             transfers=list(self.transfers),
             failures=list(self.failures),
+            switches=list(self.controller.switches) if self.controller else [],
         )
 
     def _epoch_of(self, host: Host) -> float:

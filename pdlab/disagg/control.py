@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pdlab.disagg.router import Router
 from pdlab.disagg.worker import Role
 from pdlab.requirements import require_number
-
-
-@dataclass(frozen=True)
-class RoleSwitch:
-    """A worker that was given another role."""
-
-    time_s: float
-    worker: str
-    role: Role
-    reason: str
+from pdlab.trace import RoleSwitch
 
 
 class RoleController:

@@ -63,7 +63,7 @@ class DecodeWorker:
         transport: Transport,
         *,
         lease_s: float = 30.0,
-        transfer_timeout_s: float = 10.0,
+        transfer_timeout_s: float = 60.0,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.name = name

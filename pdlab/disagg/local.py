@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pdlab.disagg.cluster import Cluster
+from pdlab.disagg.control import RoleController
 from pdlab.disagg.hosts import LocalHost
 from pdlab.disagg.in_process import InProcess, Switchboard
 from pdlab.disagg.link import Link
-from pdlab.disagg.router import RouterConfig
+from pdlab.disagg.router import Router, RouterConfig
 from pdlab.disagg.worker import Role, Worker
 from pdlab.engine import Engine, EngineConfig
 from pdlab.models import Model
@@ -25,6 +27,7 @@ def local_cluster(
     prefill_config: EngineConfig | None = None,
     decode_config: EngineConfig | None = None,
     link: Link | None = None,
+    control: Callable[[Router], RoleController] | None = None,
     seed: int | None = None,
     **options: Any,
 ) -> Cluster:
@@ -36,7 +39,7 @@ def local_cluster(
     Args:
         config: of all engines; `prefill_config` and `decode_config` go before it.
         link: a slower link, simulated, for all.
-        seed: as for `Cluster`.
+        control, seed: as for `Cluster`.
         options: of each `Worker`.
 
     Raises:
@@ -55,7 +58,7 @@ def local_cluster(
         for name, role, own in roles:
             transport = InProcess(board, name, link=link)
             hosts.append((LocalHost(Worker(name, Engine(model, own), transport, **options)), role))
-        return Cluster(model, hosts, router, seed=seed)
+        return Cluster(model, hosts, router, control=control, seed=seed)
     except BaseException:
         for host, _ in hosts:
             host.close()

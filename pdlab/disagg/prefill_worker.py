@@ -37,6 +37,8 @@ class Outgoing:
     """Layers of the step under way that have left."""
     is_broken: bool = False
     """Whether the step under way has sent some of its layers and not all."""
+    old_id: str = ""
+    """The transfer before, given up as soon as the receiver can tell that there is another one."""
 
 
 class PrefillWorker:
@@ -130,6 +132,7 @@ class PrefillWorker:
         """What was sent before is computed again after a preemption, or a step that failed."""
         out.num_packed_layers = 0
         if out.num_sent > max(start, out.route.num_cached_tokens) or out.is_broken:
+            out.old_id = out.old_id or out.transfer_id
             out.transfer_id = self._new_transfer(request_of(out.transfer_id))
             out.num_sent = out.route.num_cached_tokens
         out.is_broken = True
@@ -139,6 +142,9 @@ class PrefillWorker:
         payload = self.engine.pack_kv(request_id, layers, tokens, out.wire)
         parcel = make_parcel(out.transfer_id, layers, tokens, payload, is_last=is_last)
         self.transport.send(out.route.address, parcel)
+        if out.old_id:
+            self.transport.withdraw(out.old_id)
+            out.old_id = ""
 
     def send(self, request_id: str, route: Route) -> None:
         """Push all of a held request's K and V that the receiver lacks.
@@ -192,7 +198,7 @@ class PrefillWorker:
     def forget(self, request_id: str) -> None:
         """Give up what this half keeps of a request; one that is held, gives its blocks back."""
         if out := self.outgoing.pop(request_id, None):
-            self.transport.withdraw(out.transfer_id)
+            self.transport.withdraw(out.old_id or out.transfer_id)
         if transfer_id := self._published.pop(request_id, None):
             self.transport.withdraw(transfer_id)
         if self.leases.pop(request_id, None) is not None:

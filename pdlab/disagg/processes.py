@@ -23,15 +23,16 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
 from typing import Any
 
 from pdlab.disagg.cluster import Cluster
+from pdlab.disagg.control import RoleController
 from pdlab.disagg.hosts import WorkerDied
 from pdlab.disagg.loop import CLOSE_S, START_S, Stop, serve
 from pdlab.disagg.remote_host import RemoteHost
-from pdlab.disagg.router import RouterConfig
+from pdlab.disagg.router import Router, RouterConfig
 from pdlab.disagg.spec import WorkerSpec, make_worker
 from pdlab.models import Model
 
@@ -304,6 +305,7 @@ def process_cluster(
     specs: Iterable[WorkerSpec],
     router: RouterConfig | None = None,
     *,
+    control: Callable[[Router], RoleController] | None = None,
     seed: int | None = None,
     start_timeout_s: float = START_S,
 ) -> Cluster:
@@ -313,7 +315,7 @@ def process_cluster(
 
     Args:
         model: for the router; the processes load their own, by the specs' name for it.
-        seed: as for `Cluster`.
+        control, seed: as for `Cluster`.
         start_timeout_s: how long each worker may take to begin.
 
     Raises:
@@ -322,7 +324,8 @@ def process_cluster(
     """
     hosts = start_processes(specs, start_timeout_s=start_timeout_s)
     try:
-        return Cluster(model, [(host, host.spec.role) for host in hosts], router, seed=seed)
+        members = [(host, host.spec.role) for host in hosts]
+        return Cluster(model, members, router, control=control, seed=seed)
     except BaseException:
         for host in hosts:
             host.close()

@@ -107,7 +107,7 @@ class WorkerSpec:
     """Layers that leave together, of those that leave as they are computed."""
     lease_s: float = 30.0
     """How long it keeps what nobody renews."""
-    transfer_timeout_s: float = 10.0
+    transfer_timeout_s: float = 60.0
     """How long the next parcel may take once a prompt is computed."""
 
     def __post_init__(self) -> None:

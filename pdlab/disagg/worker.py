@@ -62,7 +62,7 @@ class Worker:
         slowdown: float = 1.0,
         layers_per_parcel: int = 1,
         lease_s: float = 30.0,
-        transfer_timeout_s: float = 10.0,
+        transfer_timeout_s: float = 60.0,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.name = name

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from pdlab.trace.records import FailureRecord, ParcelRecord, TransferRecord
+from pdlab.trace.records import FailureRecord, ParcelRecord, RoleSwitch, TransferRecord
 from pdlab.trace.trace import Trace
 
 CLUSTER_TRACE_VERSION = 1
@@ -29,7 +29,7 @@ class WorkerTrace:
 
 @dataclass
 class ClusterTrace:
-    """Everything a cluster recorded. Times of transfers and failures are on the cluster's clock.
+    """Everything a cluster recorded. All times but those in a worker's trace are on its clock.
 
     What a worker had recorded that was lost is lost with it.
     """
@@ -39,6 +39,7 @@ class ClusterTrace:
     workers: dict[str, WorkerTrace] = field(default_factory=dict)
     transfers: list[TransferRecord] = field(default_factory=list)
     failures: list[FailureRecord] = field(default_factory=list)
+    switches: list[RoleSwitch] = field(default_factory=list)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write JSON, compressed when the name ends in .gz."""
@@ -51,6 +52,7 @@ class ClusterTrace:
             },
             "transfers": [asdict(transfer) for transfer in self.transfers],
             "failures": [asdict(failure) for failure in self.failures],
+            "switches": [asdict(switch) for switch in self.switches],
         }
         data = json.dumps(raw, ensure_ascii=False, separators=(",", ":")).encode()
         Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
@@ -82,6 +84,7 @@ class ClusterTrace:
                 },
                 transfers=[_transfer(each) for each in raw["transfers"]],
                 failures=[FailureRecord(**each) for each in raw["failures"]],
+                switches=[RoleSwitch(**each) for each in raw["switches"]],
             )
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{path} is a damaged pdlab cluster trace: {error!r}") from error

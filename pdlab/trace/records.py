@@ -293,3 +293,14 @@ class FailureRecord:
         """The same on another clock."""
         recovered_s = {name: time_s + offset_s for name, time_s in self.recovered_s.items()}
         return replace(self, time_s=self.time_s + offset_s, recovered_s=recovered_s)
+
+
+@dataclass(slots=True)
+class RoleSwitch:
+    """A worker that was given another role."""
+
+    time_s: float
+    worker: str
+    role: str
+    """What it is sent from then on: `prefill`, `decode` or `both`."""
+    reason: str

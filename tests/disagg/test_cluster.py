@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from pdlab import Engine, EngineConfig, SamplingParams
+from pdlab import Engine, EngineConfig, SamplingParams, disagg
+from pdlab.disagg.control import RoleController
 from pdlab.disagg.router import RouterConfig
+from pdlab.trace import ClusterTrace
 from tests.disagg.clusters import TurnClock, check_idle, engine_of, local_cluster
 from tests.helpers import plain_kv, random_model, random_prompt, run_watched, watch
 
@@ -217,3 +220,26 @@ def test_a_worker_that_says_nothing_is_given_up():
         assert failure.worker == "d0"
         assert "said nothing" in failure.reason
         assert list(cluster.hosts) == ["p0", "d1"]
+
+
+def test_a_worker_of_the_idle_side_is_given_to_the_other_while_they_serve(tmp_path):
+    slow = replace(EXACT, max_num_batched_tokens=8)
+    prompts = [random_prompt(40, seed=i) for i in range(8)]
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    with Engine(MODEL, EXACT) as engine:
+        alone = [output.token_ids for output in engine.generate(prompts, params)]
+    with disagg.local_cluster(
+        MODEL,
+        1,
+        3,
+        RouterConfig(max_backlog_tokens=1),
+        config=slow,
+        control=partial(RoleController, most_wait_s=0.001, most_fill=1.0, cool_down_s=0.0),
+    ) as cluster:
+        assert [output.token_ids for output in cluster.generate(prompts, params)] == alone
+        trace = cluster.trace()
+    assert trace.switches
+    assert {switch.role for switch in trace.switches} >= {"prefill"}
+    assert len({transfer.source for transfer in trace.transfers}) > 1
+    trace.save(tmp_path / "run.json.gz")
+    assert ClusterTrace.load(tmp_path / "run.json.gz") == trace
