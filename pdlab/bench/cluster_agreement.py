@@ -18,13 +18,13 @@ from pdlab.bench.agreement import REHEARSAL
 from pdlab.bench.disaggregation import ENGINE, StartCluster
 from pdlab.costmodel import LinearStepTimes, fit_step_times
 from pdlab.disagg.cluster import Cluster
-from pdlab.disagg.processes import process_cluster
+from pdlab.disagg.hosts.processes import process_cluster
+from pdlab.disagg.hosts.spec import local_specs
 from pdlab.disagg.replay import replay_on_cluster
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.serving import ClusterRun
-from pdlab.disagg.simulated_spec import SimulatedSpec
-from pdlab.disagg.simulation import simulate_cluster
-from pdlab.disagg.spec import local_specs
+from pdlab.disagg.simulated.cluster import simulate_cluster
+from pdlab.disagg.simulated.spec import SimulatedSpec
 from pdlab.engine import EngineConfig
 from pdlab.models import Model
 from pdlab.requirements import require_choice, require_int

@@ -23,12 +23,12 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from pdlab.disagg.cluster import Cluster
-from pdlab.disagg.link import Link
-from pdlab.disagg.processes import process_cluster
+from pdlab.disagg.hosts.processes import process_cluster
+from pdlab.disagg.hosts.spec import WorkerSpec, local_specs, physical_cores
 from pdlab.disagg.replay import replay_on_cluster
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.serving import ClusterRun
-from pdlab.disagg.spec import WorkerSpec, local_specs, physical_cores
+from pdlab.disagg.transport.link import Link
 from pdlab.engine import EngineConfig, SamplingParams
 from pdlab.machine import describe_machine
 from pdlab.models import Model

@@ -6,14 +6,14 @@ with process_cluster(model, local_specs(1, 1)) as cluster:  # a process for each
 """
 
 from pdlab.disagg.cluster import Cluster
-from pdlab.disagg.hosts import LocalHost, WorkerDied
-from pdlab.disagg.link import LINKS, Link
-from pdlab.disagg.local import local_cluster
-from pdlab.disagg.processes import process_cluster
+from pdlab.disagg.hosts.host import LocalHost, WorkerDied
+from pdlab.disagg.hosts.local import local_cluster
+from pdlab.disagg.hosts.processes import process_cluster
+from pdlab.disagg.hosts.spec import TransportSpec, WorkerSpec, local_specs
 from pdlab.disagg.replay import replay_on_cluster
 from pdlab.disagg.router import Router, RouterConfig
 from pdlab.disagg.serving import ClusterRun
-from pdlab.disagg.spec import TransportSpec, WorkerSpec, local_specs
+from pdlab.disagg.transport.link import LINKS, Link
 from pdlab.disagg.worker import Worker
 
 __all__ = [

@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from tqdm.auto import tqdm
 
 from pdlab.disagg.control import RoleController
-from pdlab.disagg.hosts import Host, WorkerDied
+from pdlab.disagg.hosts.host import Host, WorkerDied
 from pdlab.disagg.jobs import Job, Stage
 from pdlab.disagg.messages import Arrival, Command, Prefill, Reserve, Serve
 from pdlab.disagg.router import Router, RouterConfig

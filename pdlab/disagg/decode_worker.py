@@ -17,7 +17,7 @@ from pdlab.disagg.messages import (
     source_of,
     transfer_number,
 )
-from pdlab.disagg.transport import Parcel, Ticket, Transport, checksum_of
+from pdlab.disagg.transport.interface import Parcel, Ticket, Transport, checksum_of
 from pdlab.engine import Engine
 from pdlab.kvcache import KVLayout, KVWriter, Wire
 from pdlab.trace import ParcelRecord, TransferRecord

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pdlab.disagg.transport import Address, Ticket
+from pdlab.disagg.transport.interface import Address, Ticket
 from pdlab.engine.moving import RequestState
 from pdlab.engine.output import Chunk
 from pdlab.kvcache import KVLayout

@@ -15,7 +15,7 @@ from pdlab.disagg.messages import (
     request_of,
     transfer_name,
 )
-from pdlab.disagg.transport import Parcel, Transport, make_parcel
+from pdlab.disagg.transport.interface import Parcel, Transport, make_parcel
 from pdlab.engine import Engine
 from pdlab.engine.scheduler import ScheduledBatch
 from pdlab.kvcache import Wire

@@ -35,7 +35,7 @@ from pdlab.disagg.messages import (
     Started,
 )
 from pdlab.disagg.prefill_worker import PrefillWorker
-from pdlab.disagg.transport import Transport
+from pdlab.disagg.transport.interface import Transport
 from pdlab.engine import Engine, SequenceState
 from pdlab.engine.interrupts import undisturbed
 from pdlab.trace import StepRecord

@@ -11,10 +11,10 @@ import pdlab
 from pdlab.bench import disaggregation as bench
 from pdlab.bench.cluster_agreement import measure_cluster_agreement
 from pdlab.disagg.cluster import Cluster
-from pdlab.disagg.hosts import LocalHost
-from pdlab.disagg.in_process import Switchboard
-from pdlab.disagg.link import Link
-from pdlab.disagg.spec import TransportSpec, make_worker
+from pdlab.disagg.hosts.host import LocalHost
+from pdlab.disagg.hosts.spec import TransportSpec, make_worker
+from pdlab.disagg.transport.in_process import Switchboard
+from pdlab.disagg.transport.link import Link
 from pdlab.workload import TraceRequest
 
 CONFIG = replace(bench.ENGINE, num_blocks=128, max_model_len=256)

@@ -9,9 +9,9 @@ from .conftest import Lab, open_and_run, screenshot
 MAKE = """import pdlab
 from pdlab import EngineConfig, SamplingParams, workbench as wb
 from pdlab.disagg.cluster import Cluster
-from pdlab.disagg.hosts import LocalHost
-from pdlab.disagg.in_process import InProcess, Switchboard
-from pdlab.disagg.link import Link
+from pdlab.disagg.hosts.host import LocalHost
+from pdlab.disagg.transport.in_process import InProcess, Switchboard
+from pdlab.disagg.transport.link import Link
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.worker import Worker
 from pdlab import Engine

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pdlab.disagg.in_process import InProcess, Switchboard
-from pdlab.disagg.sockets import SocketTransport
-from pdlab.disagg.torch_distributed import TorchDistributed
-from pdlab.disagg.transport import Failure, Parcel, Transport, make_parcel
+from pdlab.disagg.transport.in_process import InProcess, Switchboard
+from pdlab.disagg.transport.interface import Failure, Parcel, Transport, make_parcel
+from pdlab.disagg.transport.sockets import SocketTransport
+from pdlab.disagg.transport.torch_distributed import TorchDistributed
 
 TOKEN = "the tests' own token"
 PATIENCE_S = 30.0
@@ -53,7 +53,7 @@ def make_one(body: str, meeting: str = "", rank: int = 0, **options: Any) -> Tra
     if body == "torch":
         return TorchDistributed.join(f"file://{meeting}", rank, 2, **options)
     if body == "nixl":
-        from pdlab.disagg.nixl_transport import NixlTransport
+        from pdlab.disagg.transport.nixl_transport import NixlTransport
 
         return NixlTransport(TOKEN, **options)
     return SocketTransport(TOKEN, family="unix" if body == "unix" else "tcp", **options)

@@ -7,10 +7,10 @@ from typing import Any
 
 from pdlab import Engine, EngineConfig, Model
 from pdlab.disagg.cluster import Cluster
-from pdlab.disagg.hosts import LocalHost
-from pdlab.disagg.in_process import InProcess, Switchboard
+from pdlab.disagg.hosts.host import LocalHost
 from pdlab.disagg.router import RouterConfig
-from pdlab.disagg.transport import Transport
+from pdlab.disagg.transport.in_process import InProcess, Switchboard
+from pdlab.disagg.transport.interface import Transport
 from pdlab.disagg.worker import Role, Worker
 from pdlab.engine.fake import FakeRunner
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pdlab.disagg.transport import Address, Failure, Parcel, Ticket, Transport
+from pdlab.disagg.transport.interface import Address, Failure, Parcel, Ticket, Transport
 
 Fault = Literal["drop", "delay", "corrupt", "duplicate", "reorder", "stall"]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from pdlab import Engine, EngineConfig, Model, SamplingParams
 from pdlab.disagg.cluster import Cluster
-from pdlab.disagg.hosts import LocalHost
-from pdlab.disagg.in_process import InProcess
+from pdlab.disagg.hosts.host import LocalHost
 from pdlab.disagg.router import TRANSFERS, RouterConfig
-from pdlab.disagg.transport import Transport
+from pdlab.disagg.transport.in_process import InProcess
+from pdlab.disagg.transport.interface import Transport
 from pdlab.disagg.worker import ROLES, Role, Worker
 from pdlab.engine.fake import FakeRunner, expected_tokens
 from pdlab.engine.runner import StepOutput

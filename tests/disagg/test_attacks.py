@@ -8,9 +8,9 @@ import pytest
 
 from pdlab import Engine, SamplingParams
 from pdlab.disagg.cluster import Cluster
-from pdlab.disagg.hosts import LocalHost
-from pdlab.disagg.in_process import InProcess
+from pdlab.disagg.hosts.host import LocalHost
 from pdlab.disagg.router import RouterConfig
+from pdlab.disagg.transport.in_process import InProcess
 from pdlab.disagg.worker import Worker
 from pdlab.engine import Deadline, Priority
 from tests.disagg.clusters import TurnClock, check_idle, engine_of, local_cluster

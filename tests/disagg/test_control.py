@@ -9,8 +9,8 @@ from pdlab.costmodel import LinearStepTimes
 from pdlab.disagg.control import RoleController
 from pdlab.disagg.messages import Arrival, Reserve, Reserved, Started
 from pdlab.disagg.router import Router, RouterConfig
-from pdlab.disagg.simulated_spec import SimulatedSpec
-from pdlab.disagg.simulated_worker import SimulatedWorker
+from pdlab.disagg.simulated.spec import SimulatedSpec
+from pdlab.disagg.simulated.worker import SimulatedWorker
 from pdlab.engine.moving import RequestState
 
 ONE_S = LinearStepTimes("a second a step", 1.0, *[0.0] * 7)

@@ -20,12 +20,12 @@ from multiprocessing.connection import wait
 import pytest
 
 from pdlab import Engine, EngineConfig, Policy, SamplingParams, load
-from pdlab.disagg import processes
 from pdlab.disagg.cluster import Cluster
-from pdlab.disagg.hosts import WorkerDied
-from pdlab.disagg.in_process import Switchboard
-from pdlab.disagg.link import Link
-from pdlab.disagg.loop import Answer, Ask, serve
+from pdlab.disagg.hosts import processes
+from pdlab.disagg.hosts.host import WorkerDied
+from pdlab.disagg.hosts.loop import Answer, Ask, serve
+from pdlab.disagg.hosts.processes import ProcessHost, SocketChannel, process_cluster
+from pdlab.disagg.hosts.spec import TransportSpec, WorkerSpec, local_specs, make_worker
 from pdlab.disagg.messages import (
     Abort,
     Arrival,
@@ -41,10 +41,10 @@ from pdlab.disagg.messages import (
     Reserved,
     Serve,
 )
-from pdlab.disagg.processes import ProcessHost, SocketChannel, process_cluster
 from pdlab.disagg.router import RouterConfig
-from pdlab.disagg.sockets import new_token
-from pdlab.disagg.spec import TransportSpec, WorkerSpec, local_specs, make_worker
+from pdlab.disagg.transport.in_process import Switchboard
+from pdlab.disagg.transport.link import Link
+from pdlab.disagg.transport.sockets import new_token
 from pdlab.disagg.worker import Worker
 from pdlab.engine.moving import RequestState
 from tests.helpers import random_prompt

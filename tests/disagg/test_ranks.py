@@ -20,16 +20,16 @@ import torch.distributed as dist
 
 import pdlab
 from pdlab import Engine, EngineConfig, SamplingParams
-from pdlab.disagg.command_line import prompt_of
-from pdlab.disagg.hosts import WorkerDied
-from pdlab.disagg.ranks import Meeting, _parser, _specs, rank_cluster, serve_rank
-from pdlab.disagg.spec import TransportSpec, WorkerSpec
+from pdlab.disagg.hosts.command_line import prompt_of
+from pdlab.disagg.hosts.host import WorkerDied
+from pdlab.disagg.hosts.ranks import Meeting, _parser, _specs, rank_cluster, serve_rank
+from pdlab.disagg.hosts.spec import TransportSpec, WorkerSpec
 
 NAME = "random:tiny-llama"
 PROMPTS = [[3 + (7 * i + n) % 50 for i in range(n)] for n in (1, 16, 33)]
 PATIENCE_S = 120.0
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-MODULE = "pdlab.disagg.ranks"
+MODULE = "pdlab.disagg.hosts.ranks"
 
 
 def arguments(num_tokens: int, *more: str) -> list[str]:

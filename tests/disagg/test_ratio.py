@@ -19,8 +19,8 @@ from pdlab.disagg.ratio import (
 )
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.serving import ClusterRun
-from pdlab.disagg.simulated_spec import SimulatedSpec
-from pdlab.disagg.simulation import simulate_cluster
+from pdlab.disagg.simulated.cluster import simulate_cluster
+from pdlab.disagg.simulated.spec import SimulatedSpec
 from pdlab.workload.traces import TraceRequest
 
 TIMES = LinearStepTimes("made up", 0.01, 0.0, 0.0, 0.001, 1e-6, 0.0005, 1e-6, 0.0)

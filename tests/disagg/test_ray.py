@@ -12,14 +12,14 @@ import pytest
 
 import pdlab
 from pdlab import Engine, EngineConfig, SamplingParams
+from pdlab.disagg.hosts.spec import TransportSpec, WorkerSpec
 from pdlab.disagg.jobs import Stage
 from pdlab.disagg.router import RouterConfig
-from pdlab.disagg.sockets import new_token
-from pdlab.disagg.spec import TransportSpec, WorkerSpec
+from pdlab.disagg.transport.sockets import new_token
 from pdlab.models import Model
 
 if TYPE_CHECKING:
-    from pdlab.disagg.ray_cluster import RayCluster
+    from pdlab.disagg.hosts.ray_cluster import RayCluster
 
 if "CI" not in os.environ and importlib.util.find_spec("ray") is None:
     pytest.skip("ray is not installed", allow_module_level=True)
@@ -59,7 +59,7 @@ def alone(model: Model) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def cluster(model: Model) -> Iterator[RayCluster]:
-    from pdlab.disagg.ray_cluster import ActorOptions, ray_cluster
+    from pdlab.disagg.hosts.ray_cluster import ActorOptions, ray_cluster
 
     path = os.environ.get("PYTHONPATH")
     mine = specs(TransportSpec("ray"), p0="prefill", d0="decode", d1="decode")
@@ -135,7 +135,7 @@ def test_what_a_killed_actor_had_goes_on_elsewhere(
 
 
 def test_what_ray_cannot_place_is_refused(cluster: RayCluster, model: Model) -> None:
-    from pdlab.disagg.ray_cluster import ActorOptions, ray_cluster
+    from pdlab.disagg.hosts.ray_cluster import ActorOptions, ray_cluster
 
     mine = specs(TransportSpec("ray"), p0="prefill")
     with pytest.raises(ValueError, match=r"no room for .*'CPU': 999"):
@@ -153,7 +153,7 @@ def test_what_ray_cannot_place_is_refused(cluster: RayCluster, model: Model) -> 
 def test_the_command_line_names_what_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from pdlab.disagg.on_ray import main
+    from pdlab.disagg.hosts.on_ray import main
 
     for args, message in (
         (["--decode", "0", "hello"], "decode=0"),
@@ -167,8 +167,8 @@ def test_the_command_line_names_what_is_wrong(
 
 
 def test_a_worker_that_cannot_be_made_says_why(cluster: RayCluster, model: Model) -> None:
-    from pdlab.disagg.hosts import WorkerDied
-    from pdlab.disagg.ray_cluster import ActorOptions, ray_cluster
+    from pdlab.disagg.hosts.host import WorkerDied
+    from pdlab.disagg.hosts.ray_cluster import ActorOptions, ray_cluster
 
     [spec] = specs(TransportSpec("ray"), p0="prefill")
     with pytest.raises(WorkerDied, match=r"worker p0 is lost: .*ValueError: .*'no-such-model'"):
@@ -182,7 +182,7 @@ def test_a_worker_that_cannot_be_made_says_why(cluster: RayCluster, model: Model
 def test_sockets_join_actors_on_their_nodes_addresses(
     cluster: RayCluster, model: Model, alone: list[list[int]]
 ) -> None:
-    from pdlab.disagg.ray_cluster import ActorOptions, ray_cluster
+    from pdlab.disagg.hosts.ray_cluster import ActorOptions, ray_cluster
 
     options = {"p0": ActorOptions(num_cpus=0.25), "d0": ActorOptions(num_cpus=0)}
     transport = TransportSpec("socket", {"token": new_token(), "family": "tcp"})

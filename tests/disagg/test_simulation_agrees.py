@@ -12,8 +12,6 @@ import torch
 
 from pdlab import Engine, EngineConfig, SamplingParams
 from pdlab.costmodel import LinearStepTimes
-from pdlab.disagg.in_process import InProcess, Switchboard
-from pdlab.disagg.link import Link
 from pdlab.disagg.messages import (
     Arrival,
     Arrived,
@@ -28,8 +26,10 @@ from pdlab.disagg.messages import (
     Started,
 )
 from pdlab.disagg.router import TRANSFERS, Router, RouterConfig
-from pdlab.disagg.simulated_spec import SimulatedSpec
-from pdlab.disagg.simulated_worker import SimulatedWorker
+from pdlab.disagg.simulated.spec import SimulatedSpec
+from pdlab.disagg.simulated.worker import SimulatedWorker
+from pdlab.disagg.transport.in_process import InProcess, Switchboard
+from pdlab.disagg.transport.link import Link
 from pdlab.disagg.worker import Role, Worker
 from pdlab.engine.moving import RequestState
 from pdlab.engine.output import Chunk

@@ -10,10 +10,9 @@ import pytest
 
 from pdlab import EngineConfig
 from pdlab.costmodel import LinearStepTimes
-from pdlab.disagg import search as searches
-from pdlab.disagg.break_even import break_even, exposed_s, simulated_point
-from pdlab.disagg.link import Link
-from pdlab.disagg.search import (
+from pdlab.disagg.simulated import search as searches
+from pdlab.disagg.simulated.break_even import break_even, exposed_s, simulated_point
+from pdlab.disagg.simulated.search import (
     Candidate,
     Machine,
     at_rate,
@@ -22,8 +21,9 @@ from pdlab.disagg.search import (
     search,
     simulate_at,
 )
-from pdlab.disagg.simulated_spec import SimulatedSpec
-from pdlab.disagg.win_map import attainments, win_map
+from pdlab.disagg.simulated.spec import SimulatedSpec
+from pdlab.disagg.simulated.win_map import attainments, win_map
+from pdlab.disagg.transport.link import Link
 from pdlab.workload.serving import SLO
 from pdlab.workload.traces import TraceRequest
 

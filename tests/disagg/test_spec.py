@@ -8,10 +8,8 @@ from dataclasses import replace
 import pytest
 
 from pdlab import EngineConfig
-from pdlab.disagg import spec as spec_module
-from pdlab.disagg.in_process import Switchboard
-from pdlab.disagg.link import LINKS
-from pdlab.disagg.spec import (
+from pdlab.disagg.hosts import spec as spec_module
+from pdlab.disagg.hosts.spec import (
     TransportSpec,
     WorkerSpec,
     deal_cores,
@@ -19,6 +17,8 @@ from pdlab.disagg.spec import (
     make_worker,
     physical_cores,
 )
+from pdlab.disagg.transport.in_process import Switchboard
+from pdlab.disagg.transport.link import LINKS
 from tests.helpers import random_model
 
 TOKEN = "a token of the cluster"

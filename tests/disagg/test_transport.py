@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pdlab.disagg.in_process import InProcess, Switchboard
-from pdlab.disagg.link import Link
-from pdlab.disagg.torch_distributed import TorchDistributed
-from pdlab.disagg.transport import Parcel, Transport, checksum_of, make_parcel
+from pdlab.disagg.transport.in_process import InProcess, Switchboard
+from pdlab.disagg.transport.interface import Parcel, Transport, checksum_of, make_parcel
+from pdlab.disagg.transport.link import Link
+from pdlab.disagg.transport.torch_distributed import TorchDistributed
 from tests.disagg.bodies import (
     BODIES,
     await_failures,
@@ -273,7 +273,7 @@ def test_a_killed_peer_in_process_is_lost_to_those_who_know_it() -> None:
 
 def test_nixl_lends_its_buffers_again() -> None:
     a, b = make_pair("nixl")
-    from pdlab.disagg.nixl_transport import NixlTransport
+    from pdlab.disagg.transport.nixl_transport import NixlTransport
 
     assert isinstance(a, NixlTransport)
     for number in range(10):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdlab.disagg.in_process import InProcess, Switchboard
-from pdlab.disagg.transport import Parcel, checksum_of
+from pdlab.disagg.transport.in_process import InProcess, Switchboard
+from pdlab.disagg.transport.interface import Parcel, checksum_of
 from tests.disagg.bodies import parcels_of
 from tests.disagg.faults import Faults, FaultyTransport
 

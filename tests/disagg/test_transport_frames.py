@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 import pytest
 
-from pdlab.disagg.frames import (
+from pdlab.disagg.transport.frames import (
     MAX_HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
     PREFIX,
@@ -25,9 +25,9 @@ from pdlab.disagg.frames import (
     frame_of,
     parcel_of,
 )
-from pdlab.disagg.socket_io import connect, prove
-from pdlab.disagg.sockets import SocketTransport, new_token
-from pdlab.disagg.transport import Address
+from pdlab.disagg.transport.interface import Address
+from pdlab.disagg.transport.socket_io import connect, prove
+from pdlab.disagg.transport.sockets import SocketTransport, new_token
 from tests.disagg.bodies import TOKEN, await_failures, parcels_of, receive, same
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pdlab.disagg.transport import Address, Transport
+from pdlab.disagg.transport.interface import Address, Transport
 from tests.disagg.bodies import (
     PROCESS_BODIES,
     await_failures,

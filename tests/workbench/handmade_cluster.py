@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pdlab import EngineConfig, SamplingParams
 from pdlab.costmodel.step_times import LinearStepTimes
-from pdlab.disagg.link import Link
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.serving import ClusterRun, WorkerRun
-from pdlab.disagg.simulated_spec import SimulatedSpec
-from pdlab.disagg.simulation import simulate_cluster
+from pdlab.disagg.simulated.cluster import simulate_cluster
+from pdlab.disagg.simulated.spec import SimulatedSpec
+from pdlab.disagg.transport.link import Link
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.trace import ClusterTrace, FailureRecord, ParcelRecord, TransferRecord
 from pdlab.workload.serving import ServedRequest, StepSpan

@@ -11,11 +11,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from pdlab.disagg.cluster import Cluster
-from pdlab.disagg.link import LINKS, Link
+from pdlab.disagg.hosts.spec import TransportSpec, WorkerSpec
 from pdlab.disagg.replay import replay_on_cluster
 from pdlab.disagg.router import ON_FAILURE, TRANSFERS, RouterConfig
 from pdlab.disagg.serving import ClusterRun
-from pdlab.disagg.spec import TransportSpec, WorkerSpec
+from pdlab.disagg.transport.link import LINKS, Link
 from pdlab.disagg.worker import Role
 from pdlab.engine import EngineConfig, Prompt, SamplingParams
 from pdlab.models import Model

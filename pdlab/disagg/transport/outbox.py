@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from pdlab.disagg.frames import Frame
+from pdlab.disagg.transport.frames import Frame
 
 
 class Outbox:

@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 
-from pdlab.disagg.carrier import CarriedTransport, Carrier, Lost, OnFrame, OnLost
-from pdlab.disagg.frames import Frame
-from pdlab.disagg.link import Link
-from pdlab.disagg.transport import Address
+from pdlab.disagg.transport.carrier import CarriedTransport, Carrier, Lost, OnFrame, OnLost
+from pdlab.disagg.transport.frames import Frame
+from pdlab.disagg.transport.interface import Address
+from pdlab.disagg.transport.link import Link
 
 
 class Switchboard:

@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from pdlab.disagg.in_process import InProcess, Switchboard
-from pdlab.disagg.link import Link
-from pdlab.disagg.sockets import MIN_TOKEN_CHARS, SocketTransport, new_token
-from pdlab.disagg.transport import Transport
+from pdlab.disagg.transport.in_process import InProcess, Switchboard
+from pdlab.disagg.transport.interface import Transport
+from pdlab.disagg.transport.link import Link
+from pdlab.disagg.transport.sockets import MIN_TOKEN_CHARS, SocketTransport, new_token
 from pdlab.disagg.worker import ROLES, Role, Worker
 from pdlab.engine import Engine, EngineConfig
 from pdlab.models import Model, load
@@ -202,15 +202,15 @@ def make_transport(
         case "socket":
             return SocketTransport(name=name, link=spec.link, **spec.options)
         case "torch":
-            from pdlab.disagg.torch_distributed import TorchDistributed
+            from pdlab.disagg.transport.torch_distributed import TorchDistributed
 
             return TorchDistributed.join(link=spec.link, **spec.options)
         case "nixl":
-            from pdlab.disagg.nixl_transport import NixlTransport
+            from pdlab.disagg.transport.nixl_transport import NixlTransport
 
             return NixlTransport(name=name, link=spec.link, **spec.options)
         case "ray":
-            from pdlab.disagg.ray_transport import RayTransport
+            from pdlab.disagg.transport.ray_transport import RayTransport
 
             return RayTransport(link=spec.link)
 

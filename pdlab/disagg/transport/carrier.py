@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from pdlab.disagg.frames import BadFrame, Frame, frame_of, parcel_of, span_of
-from pdlab.disagg.link import Bookings, Link
-from pdlab.disagg.mailbox import Mailbox
-from pdlab.disagg.transport import Address, Failure, Parcel, Ticket, Transport
+from pdlab.disagg.transport.frames import BadFrame, Frame, frame_of, parcel_of, span_of
+from pdlab.disagg.transport.interface import Address, Failure, Parcel, Ticket, Transport
+from pdlab.disagg.transport.link import Bookings, Link
+from pdlab.disagg.transport.mailbox import Mailbox
 
 
 class Lost(NamedTuple):

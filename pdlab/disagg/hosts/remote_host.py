@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any, Literal, Protocol
 
-from pdlab.disagg.hosts import WorkerDied
-from pdlab.disagg.loop import ANSWER_S, Answer, Ask
+from pdlab.disagg.hosts.host import WorkerDied
+from pdlab.disagg.hosts.loop import ANSWER_S, Answer, Ask
 from pdlab.disagg.messages import Command, Event, Hello, Load
 from pdlab.trace import Trace
 
@@ -105,7 +105,7 @@ class Channel(Protocol):
 
 
 class RemoteHost:
-    """A worker that `pdlab.disagg.loop.serve` runs at the other end of a channel.
+    """A worker that `pdlab.disagg.hosts.loop.serve` runs at the other end of a channel.
 
     How it is killed and closed depends on where it lives: subclasses add that.
 

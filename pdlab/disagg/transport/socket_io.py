@@ -11,8 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pdlab.disagg.frames import PREFIX, Frame, decode_header, decode_prefix, encode
-from pdlab.disagg.transport import bytes_of
+from pdlab.disagg.transport.frames import PREFIX, Frame, decode_header, decode_prefix, encode
+from pdlab.disagg.transport.interface import bytes_of
 
 NONCE_BYTES = 32
 HANDSHAKE_S = 10.0

@@ -1,6 +1,6 @@
 """Workers as ranks of a torch.distributed job: rank 0 routes, each other rank is a worker.
 
-    torchrun --nproc-per-node 3 -m pdlab.disagg.ranks --prefill 1 "Why is the sky blue?"
+    torchrun --nproc-per-node 3 -m pdlab.disagg.hosts.ranks --prefill 1 "Why is the sky blue?"
 
 Router and worker talk over a gloo group of their own, which breaks when either of them dies and
 touches nobody else. K and V travel between the workers point to point, by gloo or, between GPUs, by
@@ -33,9 +33,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from pdlab.disagg.carrier import Lost
 from pdlab.disagg.cluster import Cluster
-from pdlab.disagg.command_line import (
+from pdlab.disagg.hosts.command_line import (
     add_arguments,
     link_of,
     of_roles,
@@ -43,14 +42,19 @@ from pdlab.disagg.command_line import (
     run,
     worker_spec,
 )
-from pdlab.disagg.frames import Frame
-from pdlab.disagg.hosts import WorkerDied
-from pdlab.disagg.loop import CLOSE_S, START_S, Stop, serve
-from pdlab.disagg.remote_host import Ended, Inbox, RemoteHost
+from pdlab.disagg.hosts.host import WorkerDied
+from pdlab.disagg.hosts.loop import CLOSE_S, START_S, Stop, serve
+from pdlab.disagg.hosts.remote_host import Ended, Inbox, RemoteHost
+from pdlab.disagg.hosts.spec import TransportSpec, WorkerSpec, make_worker
 from pdlab.disagg.router import RouterConfig
-from pdlab.disagg.spec import TransportSpec, WorkerSpec, make_worker
-from pdlab.disagg.torch_distributed import TorchDistributed, _TorchCarrier, address_of_rank
-from pdlab.disagg.transport import Address
+from pdlab.disagg.transport.carrier import Lost
+from pdlab.disagg.transport.frames import Frame
+from pdlab.disagg.transport.interface import Address
+from pdlab.disagg.transport.torch_distributed import (
+    TorchDistributed,
+    _TorchCarrier,
+    address_of_rank,
+)
 from pdlab.disagg.worker import Role
 from pdlab.models import Model, load
 
@@ -368,7 +372,7 @@ def _devices(device: str, meeting: Meeting) -> tuple[str, str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchrun --nproc-per-node N -m pdlab.disagg.ranks",
+        prog="torchrun --nproc-per-node N -m pdlab.disagg.hosts.ranks",
         description="Serve prompts, or a trace, with a router on rank 0 and workers on the others.",
     )
     add_arguments(parser)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pdlab.disagg.transport import Address, Parcel
+from pdlab.disagg.transport.interface import Address, Parcel
 
 MAGIC = b"PDKV"
 PREFIX = struct.Struct("!4sIIQ")

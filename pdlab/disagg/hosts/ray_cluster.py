@@ -40,13 +40,13 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pdlab.disagg.cluster import Cluster
-from pdlab.disagg.frames import Frame
-from pdlab.disagg.loop import CLOSE_S, START_S, Stop, serve
-from pdlab.disagg.ray_transport import RayTransport, brief
-from pdlab.disagg.remote_host import Ended, Inbox, RemoteHost
+from pdlab.disagg.hosts.loop import CLOSE_S, START_S, Stop, serve
+from pdlab.disagg.hosts.remote_host import Ended, Inbox, RemoteHost
+from pdlab.disagg.hosts.spec import WorkerSpec, make_worker
 from pdlab.disagg.router import RouterConfig
-from pdlab.disagg.spec import WorkerSpec, make_worker
-from pdlab.disagg.transport import Address
+from pdlab.disagg.transport.frames import Frame
+from pdlab.disagg.transport.interface import Address
+from pdlab.disagg.transport.ray_transport import RayTransport, brief
 from pdlab.disagg.worker import Worker
 from pdlab.models import Model
 from pdlab.requirements import require_choice, require_number

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pdlab.disagg.messages import Arrived, Continue, Event, Failed, Reserve, Reserved
-from pdlab.disagg.simulated_spec import Shipment
+from pdlab.disagg.simulated.spec import Shipment
 from pdlab.trace import TransferRecord
 from pdlab.workload.simulated_engine import SimulatedEngine
 

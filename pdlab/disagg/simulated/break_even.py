@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pdlab.costmodel import StepShape, StepTimes, causal_pairs
-from pdlab.disagg.link import Link
 from pdlab.disagg.router import RouterConfig
-from pdlab.disagg.simulated_spec import SimulatedSpec
-from pdlab.disagg.simulation import simulate_cluster
+from pdlab.disagg.simulated.cluster import simulate_cluster
+from pdlab.disagg.simulated.spec import SimulatedSpec
+from pdlab.disagg.transport.link import Link
 from pdlab.engine import EngineConfig
 from pdlab.requirements import require_int
 from pdlab.workload.traces import TraceRequest

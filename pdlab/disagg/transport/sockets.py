@@ -24,11 +24,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Literal
 
-from pdlab.disagg.carrier import CarriedTransport, Carrier, Lost, OnFrame, OnLost
-from pdlab.disagg.frames import BadFrame, Frame, address_of
-from pdlab.disagg.link import Link
-from pdlab.disagg.outbox import Outbox
-from pdlab.disagg.socket_io import (
+from pdlab.disagg.transport.carrier import CarriedTransport, Carrier, Lost, OnFrame, OnLost
+from pdlab.disagg.transport.frames import BadFrame, Frame, address_of
+from pdlab.disagg.transport.interface import Address
+from pdlab.disagg.transport.link import Link
+from pdlab.disagg.transport.outbox import Outbox
+from pdlab.disagg.transport.socket_io import (
     HANDSHAKE_S,
     connect,
     listen,
@@ -37,7 +38,6 @@ from pdlab.disagg.socket_io import (
     read_frame,
     write_frame,
 )
-from pdlab.disagg.transport import Address
 
 Family = Literal["unix", "tcp"]
 MIN_TOKEN_CHARS = 16

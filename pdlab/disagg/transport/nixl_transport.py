@@ -9,7 +9,7 @@ somebody may be reading. NIXL's own thread would do that too, at a quarter of a 
     pull  holder: payloads -> staging buffers, ticket       receiver: "reading"
                   "lent"                                                         READ ..., "done"
 
-What is told, and that a peer is gone, goes over sockets (`pdlab.disagg.sockets`), as in vLLM's NIXL
+What is told, and that a peer is gone, goes over sockets (`sockets.py`), as in vLLM's NIXL
 connector: UCX notices a dead peer late or, in shared memory, not at all.
 
 A buffer that is lent goes back to the pool when nobody reads it any more, not when its transfer is
@@ -30,12 +30,12 @@ from typing import Any
 
 import torch
 
-from pdlab.disagg.carrier import CarriedTransport, Lost
-from pdlab.disagg.frames import BadFrame, Frame, frame_of, parcel_of, span_of
-from pdlab.disagg.link import Link
-from pdlab.disagg.nixl_memory import POLL_S, Buffer, Memory, Region, region_of
-from pdlab.disagg.sockets import Family, SocketCarrier
-from pdlab.disagg.transport import Address, Parcel, Ticket
+from pdlab.disagg.transport.carrier import CarriedTransport, Lost
+from pdlab.disagg.transport.frames import BadFrame, Frame, frame_of, parcel_of, span_of
+from pdlab.disagg.transport.interface import Address, Parcel, Ticket
+from pdlab.disagg.transport.link import Link
+from pdlab.disagg.transport.nixl_memory import POLL_S, Buffer, Memory, Region, region_of
+from pdlab.disagg.transport.sockets import Family, SocketCarrier
 
 SLOW_POLL_S = 2e-3
 SLOW_AFTER_S = 1.0

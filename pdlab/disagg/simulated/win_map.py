@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pdlab.disagg.search import LEAST_S, SHARE, Candidate, simulate_at
 from pdlab.disagg.serving import ClusterRun
+from pdlab.disagg.simulated.search import LEAST_S, SHARE, Candidate, simulate_at
 from pdlab.requirements import require_number
 from pdlab.workload.report import FINISHED
 from pdlab.workload.traces import TraceRequest

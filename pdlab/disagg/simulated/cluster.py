@@ -1,7 +1,7 @@
 """Serves a workload on a cluster in simulated time.
 
 The router is the real one, and so are the engines' schedulers: what is simulated is how long steps,
-links and messages take. See `pdlab.disagg.simulated_worker` for the workers.
+links and messages take. See `pdlab.disagg.simulated.worker` for the workers.
 
 One heap holds all that will happen. Of one moment everything happens first, then the router is
 asked for its commands, and then those workers begin a turn, or have a leap of theirs cut short, for
@@ -23,8 +23,8 @@ from pdlab.disagg.jobs import Job
 from pdlab.disagg.messages import Arrival, Command, Event, Load, Meet, Renew
 from pdlab.disagg.router import Router, RouterConfig
 from pdlab.disagg.serving import ClusterRun, WorkerRun
-from pdlab.disagg.simulated_spec import Shipment, SimulatedSpec
-from pdlab.disagg.simulated_worker import SimulatedWorker
+from pdlab.disagg.simulated.spec import Shipment, SimulatedSpec
+from pdlab.disagg.simulated.worker import SimulatedWorker
 from pdlab.engine import RequestMetrics
 from pdlab.requirements import require_number
 from pdlab.workload.arrivals import Arrivals, OpenLoop

@@ -7,10 +7,10 @@ from typing import Any
 
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.control import RoleController
-from pdlab.disagg.hosts import LocalHost
-from pdlab.disagg.in_process import InProcess, Switchboard
-from pdlab.disagg.link import Link
+from pdlab.disagg.hosts.host import LocalHost
 from pdlab.disagg.router import Router, RouterConfig
+from pdlab.disagg.transport.in_process import InProcess, Switchboard
+from pdlab.disagg.transport.link import Link
 from pdlab.disagg.worker import Role, Worker
 from pdlab.engine import Engine, EngineConfig
 from pdlab.models import Model

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdlab.costmodel import StepTimes
-from pdlab.disagg.link import Bookings, Link
 from pdlab.disagg.prefill_worker import PARCEL_BYTES
+from pdlab.disagg.transport.link import Bookings, Link
 from pdlab.disagg.worker import Role
 from pdlab.engine import EngineConfig
 from pdlab.kvcache import KVLayout, Wire

@@ -29,11 +29,11 @@ from typing import Any
 
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.control import RoleController
-from pdlab.disagg.hosts import WorkerDied
-from pdlab.disagg.loop import CLOSE_S, START_S, Stop, serve
-from pdlab.disagg.remote_host import RemoteHost
+from pdlab.disagg.hosts.host import WorkerDied
+from pdlab.disagg.hosts.loop import CLOSE_S, START_S, Stop, serve
+from pdlab.disagg.hosts.remote_host import RemoteHost
+from pdlab.disagg.hosts.spec import WorkerSpec, make_worker
 from pdlab.disagg.router import Router, RouterConfig
-from pdlab.disagg.spec import WorkerSpec, make_worker
 from pdlab.models import Model
 
 LENGTH = struct.Struct("!Q")
@@ -46,7 +46,7 @@ cores, descriptor = sys.argv[1], int(sys.argv[2])
 if cores:
     os.sched_setaffinity(0, map(int, cores.split(",")))
 sys.path[:] = sys.argv[3:]
-from pdlab.disagg.processes import main
+from pdlab.disagg.hosts.processes import main
 main(descriptor)
 """
 """What a worker's interpreter runs. The cores are set before torch counts them."""

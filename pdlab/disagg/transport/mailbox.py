@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from pdlab.disagg.transport import Address, Failure, Parcel
+from pdlab.disagg.transport.interface import Address, Failure, Parcel
 
 REMEMBERED = 4096
 """Transfers that are over, by which what comes late is known; the oldest are forgotten."""

@@ -42,10 +42,10 @@ from pdlab.disagg.messages import (
     Started,
     transfer_name,
 )
-from pdlab.disagg.simulated_receiver import SimulatedReceiver
-from pdlab.disagg.simulated_sender import SimulatedSender
-from pdlab.disagg.simulated_spec import Shipment, SimulatedSpec
-from pdlab.disagg.transport import Address, Ticket
+from pdlab.disagg.simulated.receiver import SimulatedReceiver
+from pdlab.disagg.simulated.sender import SimulatedSender
+from pdlab.disagg.simulated.spec import Shipment, SimulatedSpec
+from pdlab.disagg.transport.interface import Address, Ticket
 from pdlab.engine import Chunk, RequestMetrics
 from pdlab.workload.simulated_engine import TOKEN, Outcome, SimulatedEngine
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pdlab.disagg.link import Bookings
 from pdlab.disagg.messages import Route
-from pdlab.disagg.simulated_spec import (
+from pdlab.disagg.simulated.spec import (
     AnyWire,
     PlainWire,
     Shipment,
@@ -15,6 +14,7 @@ from pdlab.disagg.simulated_spec import (
     booked,
     whole_parcels,
 )
+from pdlab.disagg.transport.link import Bookings
 from pdlab.trace import ParcelRecord
 
 

@@ -11,8 +11,8 @@ Ray's direct transport (`tensor_transport="nixl"` or "gloo") would leave the sto
 used: it is in alpha; a consumer whose class is not declared for it too hangs, and its peer with it;
 it moves what actor methods return, which a step that is still computing its next layers cannot; and
 between CPUs it was not surely faster: 50 MB took the store 325-389 ms, gloo 143-530, NIXL 396-460.
-Actors that shall move bytes directly take the sockets or NIXL (`pdlab.disagg.sockets`,
-`pdlab.disagg.nixl_transport`), which need nothing of Ray.
+Actors that shall move bytes directly take the sockets or NIXL (`pdlab.disagg.transport.sockets`,
+`pdlab.disagg.transport.nixl_transport`), which need nothing of Ray.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from ray import ObjectRef
 from ray.exceptions import RayError
 from torch import Tensor
 
-from pdlab.disagg.carrier import CarriedTransport, Carrier, Lost, OnFrame, OnLost
-from pdlab.disagg.frames import BadFrame, Frame, frame_of, parcel_of
-from pdlab.disagg.link import Link
-from pdlab.disagg.transport import Address, Parcel, Ticket
+from pdlab.disagg.transport.carrier import CarriedTransport, Carrier, Lost, OnFrame, OnLost
+from pdlab.disagg.transport.frames import BadFrame, Frame, frame_of, parcel_of
+from pdlab.disagg.transport.interface import Address, Parcel, Ticket
+from pdlab.disagg.transport.link import Link
 
 PING_S = 1.0
 """Between two questions to an idle peer whether it lives."""

@@ -1,6 +1,6 @@
 """A cluster of Ray actors, from the command line.
 
-python -m pdlab.disagg.on_ray --prefill 1 --decode 2 "Why is the sky blue?"
+python -m pdlab.disagg.hosts.on_ray --prefill 1 --decode 2 "Why is the sky blue?"
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pdlab.disagg.command_line import (
+from pdlab.disagg.hosts.command_line import (
     add_arguments,
     link_of,
     of_roles,
@@ -16,10 +16,10 @@ from pdlab.disagg.command_line import (
     run,
     worker_spec,
 )
-from pdlab.disagg.hosts import WorkerDied
-from pdlab.disagg.ray_cluster import STRATEGIES, ActorOptions, ray_cluster
-from pdlab.disagg.sockets import new_token
-from pdlab.disagg.spec import TransportSpec
+from pdlab.disagg.hosts.host import WorkerDied
+from pdlab.disagg.hosts.ray_cluster import STRATEGIES, ActorOptions, ray_cluster
+from pdlab.disagg.hosts.spec import TransportSpec
+from pdlab.disagg.transport.sockets import new_token
 from pdlab.models import load
 from pdlab.requirements import require_int
 
@@ -59,7 +59,7 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pdlab.disagg.on_ray",
+        prog="python -m pdlab.disagg.hosts.on_ray",
         description="Serve prompts, or a trace, with workers in Ray actors.",
     )
     add_arguments(parser)

@@ -14,11 +14,11 @@ from itertools import product
 from typing import Any
 
 from pdlab.costmodel.published import published
-from pdlab.disagg.link import Link
 from pdlab.disagg.router import TRANSFERS, RouterConfig
 from pdlab.disagg.serving import ClusterRun
-from pdlab.disagg.simulated_spec import SimulatedSpec
-from pdlab.disagg.simulation import simulate_cluster
+from pdlab.disagg.simulated.cluster import simulate_cluster
+from pdlab.disagg.simulated.spec import SimulatedSpec
+from pdlab.disagg.transport.link import Link
 from pdlab.engine import EngineConfig
 from pdlab.requirements import require_choice, require_int, require_number
 from pdlab.workload.serving import SLO

@@ -1,7 +1,7 @@
 """Memory that NIXL may read: an agent, its registered buffers, and reads of a peer's.
 
-What NIXL is, see `pdlab.disagg.nixl_transport`. An agent is not safe to use from several threads at
-once; all that is here is.
+What NIXL is, see `nixl_transport.py`. An agent is not safe to use from several threads at once; all
+that is here is.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdlab.disagg.frames import BadFrame
-from pdlab.disagg.transport import Address
+from pdlab.disagg.transport.frames import BadFrame
+from pdlab.disagg.transport.interface import Address
 
 SMALLEST_BUFFER_BYTES = 1 << 16
 POLL_S = 50e-6

@@ -1,0 +1,1 @@
+"""How K and V get from one worker to another: one interface, and several ways."""
