@@ -25,6 +25,7 @@ from tests.disagg.bodies import (
     same,
     serve,
 )
+from tests.helpers import ROOT
 
 
 @dataclass
@@ -45,7 +46,9 @@ def other(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Other]:
     pipe, theirs = context.Pipe()
     meeting = str(tmp_path / "meeting")
     process = context.Process(target=serve, args=(request.param, meeting, theirs), daemon=True)
-    process.start()
+    with pytest.MonkeyPatch.context() as patch:  # the child has to find these tests
+        patch.syspath_prepend(str(ROOT))
+        process.start()
     theirs.close()
     transport = make_one(request.param, meeting, rank=0)
     pipe.send(transport.address)

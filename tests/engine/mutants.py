@@ -74,7 +74,10 @@ MUTANTS = [
     mutant(
         "a paused sequence loses its place",
         SCHEDULER,
-        ("insort_right(self.running, sequence, key=_turn)", "self.running.append(sequence)"),
+        (
+            "waiting.remove(sequence)\n            insort_right(self.running, sequence, key=_turn)",
+            "waiting.remove(sequence)\n            self.running.append(sequence)",
+        ),
     ),
     mutant(
         "those who run are preempted before those who are paused",
@@ -690,10 +693,14 @@ MUTANTS = [
     mutant(
         "copies are made after the step",
         ENGINE,
-        ("                self.runner.carry_out(orders)\n", ""),
         (
-            "                moves = [order for",
-            "                self.runner.carry_out(orders)\n                moves = [order for",
+            "                self.runner.carry_out(orders)\n                moves",
+            "                moves",
+        ),
+        (
+            "                return self._book(batch",
+            "                self.runner.carry_out(orders)\n"
+            "                return self._book(batch",
         ),
     ),
     mutant(
@@ -705,8 +712,8 @@ MUTANTS = [
         "forks take seats that are not free",
         SCHEDULER,
         (
-            "return len(self.running) + sum([len(s.forks) for s in self.running])",
-            "return len(self.running)",
+            "return seated + sum([len(s.forks) for s in self.running])",
+            "return seated",
         ),
     ),
     mutant(
