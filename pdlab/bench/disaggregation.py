@@ -141,9 +141,10 @@ def measure_plans(
         }
         for cluster in clusters.values():
             _warm_up(cluster)
-        turns = [(w, p) for _ in range(repeats) for w in workloads for p in clusters]
-        for workload, name in tqdm(turns, unit="run", disable=not progress):
-            run = replay_on_cluster(clusters[name], WORKLOADS[workload]())
+        turns = [(i, w, p) for i in range(repeats) for w in workloads for p in clusters]
+        for turn, workload, name in tqdm(turns, unit="run", disable=not progress):
+            # other prompts each turn: those of the last are cached
+            run = replay_on_cluster(clusters[name], WORKLOADS[workload](), seed=turn)
             runs.setdefault((name, workload), []).append(run)
     return [_figures(*key, of_plan) for key, of_plan in runs.items()]
 

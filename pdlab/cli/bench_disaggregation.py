@@ -45,7 +45,7 @@ def bench_disaggregation(model: str, *, repeats: int, link: str, save: Path | No
 def _report(found: DisaggregationBench) -> Iterator[str | Table]:
     yield (
         f"on {escape(str(found.machine['processor']))}; {escape(found.model)}; each served "
-        f"{found.repeats} times, in turns: median, lowest and highest"
+        f"{found.repeats} times, in turns: medians, and lowest–highest"
     )
     for workload in dict.fromkeys(each.workload for each in found.plans):
         yield f"\n[bold]{workload}[/], measured"
@@ -55,16 +55,14 @@ def _report(found: DisaggregationBench) -> Iterator[str | Table]:
 
 
 def _plans(plans: list[PlanFigures]) -> Table:
+    """Two rows for each: medians, and from the lowest to the highest."""
     table = Table("plan", "ITL p50", "ITL p99", "TTFT p50", "tokens/s", box=None, pad_edge=False)
     for each in plans:
         rate, low, high = each.tokens_per_s
-        table.add_row(
-            each.plan,
-            _spread(each.itl_p50_s),
-            _spread(each.itl_p99_s),
-            _spread(each.ttft_p50_s),
-            f"{rate:.1f} ({low:.1f} to {high:.1f})",
-        )
+        times_s = each.itl_p50_s, each.itl_p99_s, each.ttft_p50_s
+        table.add_row(each.plan, *(seconds(middle) for middle, _, _ in times_s), f"{rate:.1f}")
+        ranges = [f"{seconds(low_s)}–{seconds(high_s)}" for _, low_s, high_s in times_s]
+        table.add_row("", *ranges, f"{low:.1f}–{high:.1f}", style="dim")
     return table
 
 
