@@ -8,18 +8,18 @@ of the runs it is compared with.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Protocol
 
 from tqdm.auto import tqdm
 
 from pdlab.bench.agreement import REHEARSAL
-from pdlab.bench.disaggregation import ENGINE, StartCluster
 from pdlab.costmodel import LinearStepTimes, fit_step_times
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.hosts.processes import process_cluster
-from pdlab.disagg.hosts.spec import local_specs
+from pdlab.disagg.hosts.spec import WorkerSpec, local_specs
 from pdlab.disagg.replay import replay_on_cluster
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.serving import ClusterRun
@@ -32,10 +32,26 @@ from pdlab.trace import Trace
 from pdlab.workload import WORKLOADS, TraceRequest
 from pdlab.workload.step_shapes import Sample, samples_of
 
+ENGINE = EngineConfig(
+    num_blocks=512, max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=2048
+)
 NUM_REHEARSED, HASTE = 24, 2.0
 """Requests of a rehearsal, and how many times as fast they come."""
 TOLERANCE = 0.15
 METRICS = ("ttft_s", "tpot_s")
+
+
+class StartCluster(Protocol):
+    """Starts the workers of some specs: `process_cluster`."""
+
+    def __call__(
+        self,
+        model: Model,
+        specs: Iterable[WorkerSpec],
+        router: RouterConfig | None = None,
+        *,
+        seed: int | None = None,
+    ) -> Cluster: ...
 
 
 @dataclass(frozen=True)
@@ -53,9 +69,14 @@ class ClusterAgreement:
     fit_errors: dict[str, float]
     """Median error of each side's step times."""
 
+    def spread(self, metric: str) -> tuple[float, float, float]:
+        """Median, lowest and highest of the times it was served."""
+        values = [each[metric] for each in self.measured]
+        return median(values), min(values), max(values)
+
     def ratio(self, metric: str) -> float:
         """Simulated over the median of what was measured."""
-        return self.simulated[metric] / median(each[metric] for each in self.measured)
+        return self.simulated[metric] / self.spread(metric)[0]
 
     @property
     def agrees(self) -> bool:

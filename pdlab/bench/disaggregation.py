@@ -12,16 +12,22 @@ slows down for a while slows all of them. The plans are what the same two cores 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
+from pdlab.bench.cluster_agreement import (
+    ENGINE,
+    ClusterAgreement,
+    StartCluster,
+    measure_cluster_agreement,
+)
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.hosts.processes import process_cluster
 from pdlab.disagg.hosts.spec import WorkerSpec, local_specs, physical_cores
@@ -37,23 +43,7 @@ from pdlab.workload.traces import TraceRequest
 
 CHUNK = 64
 """Prompt tokens of a step, where they are cut."""
-ENGINE = EngineConfig(
-    num_blocks=512, max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=2048
-)
 Plan = tuple[list[WorkerSpec], RouterConfig]
-
-
-class StartCluster(Protocol):
-    """Starts the workers of some specs: `process_cluster`."""
-
-    def __call__(
-        self,
-        model: Model,
-        specs: Iterable[WorkerSpec],
-        router: RouterConfig | None = None,
-        *,
-        seed: int | None = None,
-    ) -> Cluster: ...
 
 
 def plans(model: str, config: EngineConfig = ENGINE) -> dict[str, Plan]:
@@ -248,16 +238,21 @@ def measure_overlap(
 
 # --- all together --------------------------------------------------------------------------------
 
+SECTIONS = ("plans", "overlap", "agreement")
+COMPARED = ("short chat", "mixed")
+"""Workloads on which the simulated cluster is compared with the real one."""
+
 
 @dataclass(frozen=True)
 class DisaggregationBench:
-    """What was measured, and what on."""
+    """What was measured, and what on; parts that were not asked for are empty."""
 
     model: str
     machine: dict[str, Any]
     repeats: int
     plans: list[PlanFigures]
     overlaps: list[Overlap]
+    agreements: list[ClusterAgreement]
 
     def save(self, path: Path) -> None:
         """Write JSON."""
@@ -265,15 +260,35 @@ class DisaggregationBench:
 
 
 def measure_disaggregation(
-    model: Model, *, repeats: int = 3, links: Sequence[str] = ("1GbE",), progress: bool = False
+    model: Model,
+    *,
+    sections: Sequence[str] = SECTIONS,
+    repeats: int = 3,
+    links: Sequence[str] = ("1GbE",),
+    progress: bool = False,
 ) -> DisaggregationBench:
-    """All of it: some minutes on two cores."""
+    """What is asked for.
+
+    Raises:
+        ValueError: there is no such section or link, or `repeats` is out of range.
+    """
+    for name in sections:
+        require_choice("sections", name, SECTIONS)
     return DisaggregationBench(
         model=model.name,
         machine=describe_machine(),
         repeats=repeats,
-        plans=measure_plans(model, repeats=repeats, progress=progress),
+        plans=measure_plans(model, repeats=repeats, progress=progress)
+        if "plans" in sections
+        else [],
         overlaps=[
-            measure_overlap(model, link=Link.named(name), repeats=2 * repeats - 1) for name in links
+            measure_overlap(model, link=Link.named(name), repeats=2 * repeats - 1)
+            for name in links
+            if "overlap" in sections
+        ],
+        agreements=[
+            measure_cluster_agreement(model, workload=name, repeats=repeats, progress=progress)
+            for name in COMPARED
+            if "agreement" in sections
         ],
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pdlab.bench.cluster_agreement import METRICS, TOLERANCE, ClusterAgreement
 from pdlab.bench.disaggregation import (
+    SECTIONS,
     DisaggregationBench,
     Overlap,
     PlanFigures,
@@ -22,7 +24,9 @@ from pdlab.models import load
 from pdlab.requirements import require_choice, require_int
 
 
-def bench_disaggregation(model: str, *, repeats: int, link: str, save: Path | None) -> None:
+def bench_disaggregation(
+    model: str, *, sections: Sequence[str], repeats: int, link: str, save: Path | None
+) -> None:
     """Measure, and print it.
 
     Raises:
@@ -31,9 +35,15 @@ def bench_disaggregation(model: str, *, repeats: int, link: str, save: Path | No
     check_save(save)
     require_int("repeats", repeats, least=1, most=1000)
     require_choice("link", link, tuple(LINKS))
+    for name in sections:
+        require_choice("only", name, SECTIONS)
     console = Console(highlight=False)
     found = measure_disaggregation(
-        load(model), repeats=repeats, links=(link,), progress=console.is_terminal
+        load(model),
+        sections=sections or SECTIONS,
+        repeats=repeats,
+        links=(link,),
+        progress=console.is_terminal,
     )
     for part in _report(found):
         console.print(part, soft_wrap=isinstance(part, str))
@@ -52,6 +62,12 @@ def _report(found: DisaggregationBench) -> Iterator[str | Table]:
         yield _plans([each for each in found.plans if each.workload == workload])
     for overlap in found.overlaps:
         yield from _overlap(overlap)
+    if found.agreements:
+        yield (
+            "\n[bold]1P1D in two processes, and simulated[/] with step times of a rehearsal: "
+            f"medians over the requests, within {TOLERANCE:.0%} or not"
+        )
+        yield _agreements(found.agreements)
 
 
 def _plans(plans: list[PlanFigures]) -> Table:
@@ -63,6 +79,22 @@ def _plans(plans: list[PlanFigures]) -> Table:
         table.add_row(each.plan, *(seconds(middle) for middle, _, _ in times_s), f"{rate:.1f}")
         ranges = [f"{seconds(low_s)}–{seconds(high_s)}" for _, low_s, high_s in times_s]
         table.add_row("", *ranges, f"{low:.1f}–{high:.1f}", style="dim")
+    return table
+
+
+def _agreements(agreements: list[ClusterAgreement]) -> Table:
+    table = Table("", "measured", "simulated", "ratio", "within", box=None, pad_edge=False)
+    for each in agreements:
+        for metric in METRICS:
+            measured = _spread(each.spread(metric))
+            ratio = each.ratio(metric)
+            table.add_row(
+                f"{each.workload}, {metric.removesuffix('_s').upper()}",
+                measured,
+                seconds(each.simulated[metric]),
+                f"{ratio:.2f}",
+                "yes" if abs(ratio - 1) <= TOLERANCE else "no",
+            )
     return table
 
 

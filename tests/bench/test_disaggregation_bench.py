@@ -6,10 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 import pdlab
 from pdlab.bench import disaggregation as bench
-from pdlab.bench.cluster_agreement import measure_cluster_agreement
+from pdlab.bench.cluster_agreement import ClusterAgreement, measure_cluster_agreement
+from pdlab.cli.bench_disaggregation import _report
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.hosts.host import LocalHost
 from pdlab.disagg.hosts.spec import TransportSpec, make_worker
@@ -70,14 +72,49 @@ def test_unknown_names_are_refused(model):
         bench.measure_plans(model, workloads=["none"])
 
 
-def test_what_was_measured_is_kept(model, tmp_path):
-    plan = bench.PlanFigures("one engine", "many answers", *[(0.1, 0.1, 0.2)] * 4)
-    overlap = bench.Overlap("1GbE", 512, 10, 0.1, (0.2, 0.2, 0.2), (0.05, 0.0, 0.1))
-    found = bench.DisaggregationBench("m", {"processor": "p"}, 1, [plan], [overlap])
-    found.save(tmp_path / "found.json")
+PLAN = bench.PlanFigures("one engine", "many answers", *[(0.1, 0.05, 0.2)] * 4)
+OVERLAP = bench.Overlap("1GbE", 512, 10_000_000, 0.1, (0.2, 0.2, 0.2), (0.05, 0.0, 0.1))
+AGREEMENT = ClusterAgreement(
+    "mixed",
+    4,
+    1.0,
+    [{"ttft_s": 1.0, "tpot_s": 0.1}, {"ttft_s": 3.0, "tpot_s": 0.3}],
+    {"ttft_s": 2.2, "tpot_s": 0.1},
+    0.001,
+    {"p0": 0.1},
+)
+FOUND = bench.DisaggregationBench("m", {"processor": "p"}, 2, [PLAN], [OVERLAP], [AGREEMENT])
+
+
+def test_what_was_measured_is_kept(tmp_path):
+    FOUND.save(tmp_path / "found.json")
     kept = json.loads((tmp_path / "found.json").read_text())
     assert kept["overlaps"][0]["link"] == "1GbE"
-    assert overlap.hidden == pytest.approx(0.75)
+    assert kept["agreements"][0]["simulated"]["ttft_s"] == 2.2
+    assert OVERLAP.hidden == pytest.approx(0.75)
+
+
+def test_agreement_is_with_the_median_of_the_turns():
+    assert AGREEMENT.spread("ttft_s") == (2.0, 1.0, 3.0)
+    assert AGREEMENT.ratio("ttft_s") == pytest.approx(1.1)
+    assert not AGREEMENT.agrees, "the pace is half of what was measured"
+
+
+def test_the_report_says_what_is_measured_and_what_simulated():
+    console = Console(record=True, width=100)
+    for part in _report(FOUND):
+        console.print(part)
+    text = console.export_text()
+    for said in (
+        "many answers, measured",
+        "100 ms",
+        "50.0 ms–200 ms",
+        "10.0 MB, over 1GbE, simulated: 100 ms by its bandwidth",
+        "so layer by layer hides 75% of it",
+        "mixed, TTFT",
+    ):
+        assert said in text, text
+    assert [line.split()[-1] for line in text.splitlines() if "mixed, T" in line] == ["yes", "no"]
 
 
 def test_the_simulated_cluster_serves_what_the_real_one_does(model, monkeypatch):

@@ -117,16 +117,16 @@ def test_limits_come_from_the_simulation_alone_and_tell_requests_apart(
             workload(30, 100 * workload.rate_rps), EngineConfig(), times, max_model_len=1024
         )
         assert each.slo == telling_slo(run)
-        assert 0.85 <= each.simulated.attainment <= 0.95
+        assert 0.8 <= each.simulated.attainment <= 0.9
 
 
-def test_a_limit_is_kept_by_nineteen_of_twenty() -> None:
+def test_a_limit_is_kept_by_nine_of_ten() -> None:
     times, knobs = published("a100-opt-13b")
-    run = simulate(WORKLOADS["mixed"](60), EngineConfig(**knobs), times)
+    run = simulate(WORKLOADS["mixed"](50), EngineConfig(**knobs), times)
     slo = telling_slo(run)
-    assert sum(r.metrics.ttft_s <= slo.ttft_s for r in run.requests) == 57
+    assert sum(r.metrics.ttft_s <= slo.ttft_s for r in run.requests) == 45
     paces = [r.metrics.tpot_s for r in run.requests if r.metrics.tpot_s is not None]
-    assert sum(pace <= slo.tpot_s for pace in paces) == pytest.approx(0.95 * len(paces), abs=1)
+    assert sum(pace <= slo.tpot_s for pace in paces) == pytest.approx(0.9 * len(paces), abs=1)
 
 
 def numbers(ttft_s: float, tpot_s: float, goodput_per_s: float) -> Numbers:
@@ -322,7 +322,7 @@ def test_what_numbers_rest_on_is_said(printed: list[str]) -> None:
     text = "\n".join(printed)
     assert "measured, and the simulator" in text
     assert "short chat: TTFT up to 2.00 s and TPOT up to 250 ms" in text
-    assert "the simulation alone says that 95% of the workload keep it" in text
+    assert "the simulation alone says that 90% of the workload keep it" in text
     assert "published fit, against that fit (composition, not hardware)" in text
     assert "random:tiny-llama, float32" in text
     assert "a100-opt-13b" in text
