@@ -111,7 +111,7 @@ def test_a_damaged_file_is_refused(trace, name, damage, tmp_path):
         b"[1, 2]",
         b"null",
         b"\x1f\x8bnot gzip",
-        gzip.compress(b"{}"),
+        gzip.compress(b"{}", mtime=0),
         b'{"version": 1}',
         b'{"version":1,"machine":{},"model":{},"engine":{},"tokens":[],"requests":[],"steps":[],'
         b'"captures":[]}',
