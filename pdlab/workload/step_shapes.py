@@ -44,9 +44,9 @@ def samples_of(trace: Trace) -> list[Sample]:
     The seconds are those from its start to the next one's, as long as the engine did not idle
     between them: then its own time counts, which leaves out the time to record it.
     """
-    ends = [step.start_s for step in trace.steps[1:]] + [float("inf")]
+    starts = [*(step.start_s for step in trace.steps[1:]), float("inf")]
     samples = []
-    for step, next_s in zip(trace.steps, ends, strict=True):
+    for step, next_s in zip(trace.steps, starts, strict=False):
         to_next_s = next_s - step.start_s
         busy = to_next_s < step.wall_s * (1 + LARGEST_GAP)
         samples.append((shape_of_record(step), to_next_s if busy else step.wall_s))

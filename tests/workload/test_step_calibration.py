@@ -13,6 +13,7 @@ from pdlab.costmodel import LinearStepTimes, StepShape, causal_pairs, published
 from pdlab.engine import Engine, EngineConfig
 from pdlab.models import Model
 from pdlab.sampling import SamplingParams
+from pdlab.trace import Trace
 from pdlab.workload import step_calibration
 from pdlab.workload.step_calibration import (
     SCENES,
@@ -313,3 +314,7 @@ def test_a_cache_that_cannot_be_written_costs_only_time(
     measured_step_times(model)
     measured_step_times(model)
     assert len(measurements) == 2
+
+
+def test_a_trace_without_steps_has_no_samples() -> None:
+    assert samples_of(Trace()) == []
