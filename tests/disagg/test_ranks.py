@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -137,7 +138,8 @@ def test_under_torchrun_a_dead_rank_is_named_and_all_end() -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGKILL)
     assert job.returncode != 0
-    assert "worker p0 is lost: rank 1" in err
+    # by the router, or, where torchrun was quicker to end it, by torchrun
+    assert re.search(r"worker p0 is lost: rank 1|rank +: 1 \(local_rank: 1\)", err), err
 
 
 def meeting_of(store: dist.Store, rank: int) -> Meeting:
