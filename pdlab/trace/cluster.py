@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from dataclasses import asdict, dataclass, field
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
+from pdlab.trace.files import read_json, write_json
 from pdlab.trace.records import FailureRecord, ParcelRecord, RoleSwitch, TransferRecord
 from pdlab.trace.trace import Trace
 
@@ -54,8 +51,7 @@ class ClusterTrace:
             "failures": [asdict(failure) for failure in self.failures],
             "switches": [asdict(switch) for switch in self.switches],
         }
-        data = json.dumps(raw, ensure_ascii=False, separators=(",", ":")).encode()
-        Path(path).write_bytes(gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
+        write_json(path, raw)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> ClusterTrace:
@@ -65,11 +61,7 @@ class ClusterTrace:
             ValueError: the file is no cluster trace, is damaged, or has a version this code cannot
                 read.
         """
-        data = Path(path).read_bytes()
-        try:
-            raw = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-        except (ValueError, RecursionError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} is not a pdlab cluster trace: {error}") from error
+        raw = read_json(path, "pdlab cluster trace")
         version = raw.get("cluster_version") if isinstance(raw, dict) else None
         if version != CLUSTER_TRACE_VERSION:
             raise ValueError(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import base64
-import gzip
-import json
-import zlib
 from dataclasses import asdict, dataclass, field
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pdlab.trace.files import read_json, write_json
 from pdlab.trace.records import (
     BlockMove,
     Candidate,
@@ -61,11 +58,7 @@ class Trace:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write JSON, compressed when the name ends in .gz."""
-        text = json.dumps(self.to_json(), ensure_ascii=False, separators=(",", ":"))
-        data = text.encode()
-        if str(path).endswith(".gz"):
-            data = gzip.compress(data, mtime=0)
-        Path(path).write_bytes(data)
+        write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Trace:
@@ -74,11 +67,7 @@ class Trace:
         Raises:
             ValueError: the file is not a trace, is damaged, or has a version this code cannot read.
         """
-        data = Path(path).read_bytes()
-        try:
-            raw = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-        except (ValueError, RecursionError, EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} is not a pdlab trace: {error}") from error
+        raw = read_json(path, "pdlab trace")
         version = raw.get("version") if isinstance(raw, dict) else None
         if version != TRACE_VERSION:
             raise ValueError(f"{path} has trace version {version}; this reads {TRACE_VERSION}")

@@ -4,11 +4,12 @@ It stands on `SimulatedEngine` and has no clock: whoever has one, says when a tu
 
     end_s = worker.begin(now_s)        take what has come, and plan a step
     end_s = worker.interrupt(now_s)    something else has come: a leap ends sooner
-    events = worker.finish(end_s)      tell what happened
+    events = worker.take_events()      tell what needed no step, at `start_s`
+    events = worker.finish()           tell what the step brought, at `end_s`
 
 What it sends is told by `take_sent`, with the time at which it is due. As with a real worker, what
-comes while a turn is under way waits for the next, and news of a turn is told at its end. What
-nobody goes by is told late: the tokens of a request that decodes, at its end.
+comes while a turn is under way waits for the next. What nobody goes by is told late: the tokens of
+a request that decodes, at its end.
 
 Left out: leases and timeouts, for the router forgets nothing here and no parcel is lost but with
 its sender.
