@@ -268,30 +268,14 @@ class Cluster:
         A prompt that is refused does not stop the others: its output has `finish_reason` "error"
         and the ValueError under `error`. A prompt given alone, not in a list, raises it instead.
         """
-        batch, alone = admission.as_prompts(prompts)
-        all_params = params if isinstance(params, list | tuple) else [params] * len(batch)
-        if len(all_params) != len(batch):
-            raise ValueError(f"params has {len(all_params)} entries for {len(batch)} prompts")
-        ids: list[str | RequestOutput] = []
-        try:
-            for prompt, each in zip(batch, all_params, strict=True):
-                try:
-                    ids.append(self.submit(prompt, each))
-                except ValueError as error:
-                    if alone:
-                        raise
-                    ids.append(admission.refused(prompt, error))
-            self._run_until_finished([i for i in ids if isinstance(i, str)], progress)
-        except BaseException:
-            for request_id in ids:
-                if isinstance(request_id, str):
-                    self._drop(request_id)
-            raise
-        self._settle()
-        outputs = [self.collect(i) if isinstance(i, str) else i for i in ids]
-        if alone and (failure := outputs[0].error):
-            raise failure
-        return outputs
+        return admission.serve_all(
+            prompts,
+            params,
+            submit=self.submit,
+            finish=lambda request_ids: self._run_until_finished(request_ids, progress),
+            discard=self._drop,
+            collect=self.collect,
+        )
 
     def _run_until_finished(self, request_ids: list[str], progress: bool) -> None:
         with tqdm(total=len(request_ids), unit="request", disable=not progress) as bar:
@@ -300,6 +284,7 @@ class Cluster:
                 still = [i for i in request_ids if not self.is_finished(i)]
                 bar.update(len(request_ids) - len(still))
                 request_ids = still
+        self._settle()
 
     def _drop(self, request_id: str) -> None:
         """Abort and forget."""

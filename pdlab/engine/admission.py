@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -251,6 +251,46 @@ def refused(prompt: Prompt, error: ValueError) -> RequestOutput:
         prompt_ids=[],
         completions=[Completion(0, [], "", "error", RequestMetrics(arrival_s=0.0), error=error)],
     )
+
+
+def serve_all(
+    prompts: Prompt | PromptList,
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    *,
+    submit: Callable[[Prompt, SamplingParams | None], str],
+    finish: Callable[[list[str]], None],
+    discard: Callable[[str], None],
+    collect: Callable[[str], RequestOutput],
+) -> list[RequestOutput]:
+    """Outputs of prompts in their order, on whatever serves them; see `Engine.generate`.
+
+    Args:
+        finish: runs these requests to their end.
+        discard: ends a request and forgets it; called for all if anything raises.
+    """
+    batch, alone = as_prompts(prompts)
+    all_params = params if isinstance(params, list | tuple) else [params] * len(batch)
+    if len(all_params) != len(batch):
+        raise ValueError(f"params has {len(all_params)} entries for {len(batch)} prompts")
+    ids: list[str | RequestOutput] = []
+    try:
+        for prompt, each in zip(batch, all_params, strict=True):
+            try:
+                ids.append(submit(prompt, each))
+            except ValueError as error:
+                if alone:
+                    raise
+                ids.append(refused(prompt, error))
+        finish([i for i in ids if isinstance(i, str)])
+    except BaseException:
+        for request_id in ids:
+            if isinstance(request_id, str):
+                discard(request_id)
+        raise
+    outputs = [collect(i) if isinstance(i, str) else i for i in ids]
+    if alone and (failure := outputs[0].error):
+        raise failure
+    return outputs
 
 
 def _is_int(value: object) -> bool:
