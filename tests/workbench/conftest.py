@@ -1,9 +1,12 @@
-"""A real recorded run for the pictures to be drawn from."""
+"""A real recorded run for the pictures to be drawn from, and Chromium to show widgets in."""
+
+from collections.abc import Iterator
 
 import pytest
 
 from pdlab import Engine, EngineConfig, Model, SamplingParams, Trace
 from pdlab.costmodel import Hardware
+from pdlab.workbench.picture import FLAGS, find_browser
 
 LONG = "Why does a language model read a long prompt faster than it writes an answer?"
 SHORT = "The capital of France is"
@@ -34,3 +37,25 @@ def hardware() -> Hardware:
         source="made for this test",
         measured=True,
     )
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator:
+    """Chromium for one file alone: its event loop would trouble tests that run one."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    flags = [flag for flag in FLAGS if flag != "--headless"]
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=find_browser(), args=flags)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser) -> Iterator:
+    """A fresh page; the test fails if a script on it did."""
+    page = browser.new_page(viewport={"width": 1000, "height": 1000})
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page
+    page.close()
+    assert errors == []

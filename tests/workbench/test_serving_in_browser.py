@@ -3,40 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from pdlab.workbench import Gantt, LatencyView
-from pdlab.workbench.picture import FLAGS, find_browser, widget_page
+from pdlab.workbench.picture import find_browser, widget_page
 from pdlab.workload.report import summarize
 from pdlab.workload.serving import SLO
 
 from .handmade_serving import nothing, served, story
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason="needs Chromium or Chrome")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    """Chromium for this file alone: its event loop would trouble tests that run one."""
-    sync_api = pytest.importorskip("playwright.sync_api")
-    flags = [flag for flag in FLAGS if flag != "--headless"]
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=find_browser(), args=flags)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def page(browser) -> Iterator:
-    """A fresh page; the test fails if a script on it did."""
-    page = browser.new_page(viewport={"width": 1000, "height": 1000})
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    yield page
-    page.close()
-    assert errors == []
 
 
 def show(page, widget, theme: str = "light") -> None:

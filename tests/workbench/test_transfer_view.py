@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from pdlab.disagg.serving import ClusterRun
 from pdlab.trace import ClusterTrace, ParcelRecord
 from pdlab.workbench import TransferView, figures
 from pdlab.workbench.display import mimebundle
-from pdlab.workbench.picture import FLAGS, find_browser, widget_page
+from pdlab.workbench.picture import find_browser, widget_page
 from pdlab.workbench.transfer_data import (
     MAX_BLOCKS,
     MAX_PARCELS,
@@ -201,26 +200,6 @@ def test_bad_traits_are_refused(trait: str, value: object) -> None:
 
 
 # --- the browser ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    flags = [flag for flag in FLAGS if flag != "--headless"]
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=find_browser(), args=flags)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def page(browser) -> Iterator:
-    page = browser.new_page(viewport={"width": 1000, "height": 1000})
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    yield page
-    page.close()
-    assert errors == []
 
 
 def show(page, widget) -> None:
