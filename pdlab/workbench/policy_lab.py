@@ -14,6 +14,7 @@ from pdlab.engine.config import BATCHING_MODES
 from pdlab.engine.policies import POLICIES, Policy
 from pdlab.models import Model
 from pdlab.requirements import require_choice, require_int
+from pdlab.workbench.background import Report
 from pdlab.workbench.policy_lab_data import (
     DESCRIPTIONS,
     MOST_REQUESTS,
@@ -27,7 +28,7 @@ from pdlab.workbench.policy_lab_data import (
     picture_of,
     refused_for_real,
 )
-from pdlab.workbench.policy_lab_run import RealRun, Report
+from pdlab.workbench.policy_lab_run import RealRun
 from pdlab.workbench.widget import TraceWidget
 from pdlab.workload.serving import SLO, ServingRun
 from pdlab.workload.step_calibration import measured_step_times
@@ -88,7 +89,7 @@ class PolicyLab(TraceWidget):
     """
 
     name = "policy_lab"
-    shared = ("asker",)
+    shared = ("asker", "lab")
 
     header = traitlets.Dict().tag(sync=True)
     """Constants: choices, labels, the range of the rate by machine."""

@@ -66,7 +66,7 @@ class PolicyLab {
     this.message = h("div.pd-pl-message", { role: "alert", hidden: true });
     this.tiles = h("div.pd-pl-tiles.pd-num");
     this.foot = h("div.pd-foot");
-    this.root = h("div.pdlab.pd-policy-lab", { role: "group", "aria-label": "Policy lab" }, [
+    this.root = h("div.pdlab.pd-lab.pd-policy-lab", { role: "group", "aria-label": "Policy lab" }, [
       h("div.pd-head", {}, [this.title, this.state]), this.message, this.buildControls(), this.buildPin(), this.tiles,
       h("div.pd-pl-plots", {}, [this.buildTimeline(), this.buildCurve()]), this.buildReal(), this.foot]);
   }
@@ -74,7 +74,7 @@ class PolicyLab {
   buildControls() {
     const { workloads, machines } = this.get("header");
     this.batching = radios("batching", (value) => this.set({ batching: value }));
-    this.policy = radios("policy", (value) => this.set({ policy: value }));
+    this.policy = radios("policy", (value) => this.set({ policy: value }), "your own policy");
     this.batching.sync(this.get("header").batching, MODE_NAMES, MODE_HINTS);
     this.workload = choice("workload", Object.keys(workloads), (value) => this.set({ workload: value }));
     this.machine = choice("machine", machines, (value) => this.set({ machine: value }));
@@ -212,7 +212,7 @@ class PolicyLab {
     const { view } = timeline;
     const width = this.timeline.clientWidth || 520;
     const end = niceEnd(timeline.end_s);
-    const a = { width, left: view === "load" ? PLOT.left : 14, right: width - PLOT.right, bottom: PLOT.height - PLOT.bottom, end };
+    const a = { width, top: PLOT.top, left: view === "load" ? PLOT.left : 14, right: width - PLOT.right, bottom: PLOT.height - PLOT.bottom, end };
     a.x = (s) => a.left + (s / end) * (a.right - a.left);
     const inner = view === "load" ? this.loadPaths(a, timeline) : this.rowPaths(a, timeline);
     this.timeline.innerHTML = `<svg width="${width}" height="${PLOT.height}" role="img" aria-label="${view === "load" ? "waiting requests and batch over time" : `the first ${timeline.rows.length} requests over time`}">${timeAxis(a)}${inner}</svg>`;
@@ -310,111 +310,6 @@ class PolicyLab {
       line("measured", real.rows.map((r) => show(r, r.measured)), ".pd-strong"), line("simulated", real.rows.map((r) => show(r, r.simulated))), line("simulated is off by", real.rows.map(off))])])]),
       h("div.pd-hint", {}, [`First ${real.num} of ${real.of} requests: ${real.line}. ${real.measured}; ${real.simulated}.${beside}`]));
   }
-}
-
-// ---- controls -------------------------------------------------------------------------------
-
-/** Radio buttons that look like one bar: the arrow keys choose. */
-function radios(name, onchoose) {
-  const group = uniqueId(name);
-  const node = h("div.pd-pl-bar", { role: "radiogroup", "aria-label": name });
-  let shown = null;
-  const option = (value, label, hint) => {
-    const input = h("input", { type: "radio", name: group, value, onchange: () => onchoose(value) });
-    return h("label", { title: hint ?? "your own policy" }, [input, h("span", {}, [label])]);
-  };
-  return {
-    node,
-    sync(values, labels, hints) {
-      if (shown === values.join()) return;
-      shown = values.join();
-      clear(node, ...values.map((v) => option(v, labels[v], hints[v])));
-    },
-    choose(value) {
-      for (const input of node.querySelectorAll("input")) input.checked = input.value === value;
-    },
-  };
-}
-
-function choice(label, values, onchoose) {
-  return h("select", { "aria-label": label, onchange: (e) => onchoose(e.target.value) }, values.map((v) => h("option", { value: v }, [v])));
-}
-
-/** A slider over a list of values; `values` may be replaced. */
-function slider(label, hint, values, onchoose, text) {
-  const self = { values };
-  const value = h("b.pd-num");
-  const say = (v) => ((value.textContent = text(v)), input.setAttribute("aria-valuetext", text(v)));
-  const input = h("input", { type: "range", min: 0, step: 1, "aria-label": label, oninput: () => (say(self.values[+input.value]), onchoose(self.values[+input.value])) });
-  self.node = h("label.pd-pl-slider", { title: hint }, [h("span", {}, [h("span.pd-pl-label", {}, [label]), value]), input]);
-  self.sync = (v) => {
-    input.max = self.values.length - 1;
-    input.value = nearestPlace(self.values, v);
-    say(v);
-  };
-  return self;
-}
-
-function nearestPlace(values, value) {
-  if (value === null) return values.indexOf(null);
-  const far = (v) => (v === null ? Infinity : Math.abs(Math.log(v / value)));
-  return values.reduce((best, v, i) => (far(v) < far(values[best]) ? i : best), 0);
-}
-
-/** Keys typed in a box must not reach JupyterLab. */
-function keepKeys(event) {
-  if (event.key !== "Escape") event.stopPropagation();
-  if (event.key === "Enter") event.target.blur();
-}
-
-function readNumber(text) {
-  const value = Number(String(text).replace(",", "."));
-  return text.trim() && isFinite(value) ? value : text;
-}
-
-// ---- words and axes -------------------------------------------------------------------------
-
-const digitsOf = (value) => (value == null ? "–" : digits(value));
-const signed = (value) => (value > 0 ? `+${value}` : value < 0 ? `−${-value}` : "0");
-const rateText = (value) => digits(value);
-
-/** "▼ −34 % better": an arrow and a word, so that no colour has to say it. */
-function changeText(value, old, better) {
-  if (value == null || old == null) return h("span.pd-pl-change", {}, ["–"]);
-  if (value === old) return h("span.pd-pl-change", {}, ["= as pinned"]);
-  if (!old) return h("span.pd-pl-change", {}, [value > 0 === better > 0 ? "better" : "worse"]);
-  const ratio = value / old;
-  if (Math.abs(ratio - 1) < 0.005) return h("span.pd-pl-change", {}, ["≈ as pinned"]);
-  const text = ratio >= 3 ? `${digits(ratio)} ×` : `${signed(Math.round((ratio - 1) * 100))} %`;
-  const good = value > old === better > 0;
-  return h("span.pd-pl-change", { "data-good": String(good) }, [h("b", {}, [`${value > old ? "▲" : "▼"} ${text}`]), ` ${good ? "better" : "worse"}`]);
-}
-
-/** 1, 2 or 5 times a power of ten, not below: an axis that stays while a slider moves a little. */
-function niceEnd(value) {
-  const power = 10 ** Math.floor(Math.log10(Math.max(value, 1e-9)));
-  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((n) => n * power).find((n) => n >= value * 0.9999);
-}
-
-/** The 1-2-5 value next to one, below (Math.floor) or above (Math.ceil). */
-function niceLog(value, round) {
-  const power = 10 ** Math.floor(Math.log10(value) + 1e-9);
-  const steps = [1, 2, 5, 10].map((n) => n * power);
-  return round === Math.floor ? steps.filter((n) => n <= value * 1.0001).at(-1) * 0.98 : steps.find((n) => n >= value * 0.9999) * 1.02;
-}
-
-function logTicks(low, high, room) {
-  const decades = Array.from({ length: Math.ceil(Math.log10(high / low)) + 2 }, (_, i) => 10 ** (Math.floor(Math.log10(low)) + i));
-  const sets = [[1, 2, 5], [1, 3], [1]].map((steps) => decades.flatMap((d) => steps.map((n) => n * d)).filter((v) => v >= low && v <= high));
-  return sets.find((ticks) => ticks.length <= room) ?? sets[2].filter((_, i, all) => i % Math.ceil(all.length / room) === 0);
-}
-
-function timeAxis(a) {
-  const least = a.end / Math.max(2, Math.floor((a.right - a.left) / 90));
-  const power = 10 ** Math.floor(Math.log10(least));
-  const step = [1, 2, 5, 10].map((n) => n * power).find((t) => t >= least * 0.9999);
-  const values = Array.from({ length: Math.floor(a.end / step + 1e-9) + 1 }, (_, i) => i * step);
-  return values.map((v) => `<path class="pd-pl-grid" d="M${a.x(v)} ${PLOT.top}V${a.bottom + 5}"/><text x="${a.x(v)}" y="${a.bottom + 22}" text-anchor="${a.x(v) > a.right - 14 ? "end" : "middle"}">${v ? duration(v) : "0"}</text>`).join("");
 }
 
 export default { render };
