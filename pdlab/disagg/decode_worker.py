@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from pdlab.disagg.half import Half
 from pdlab.disagg.messages import (
     Arrived,
     Event,
@@ -17,8 +16,9 @@ from pdlab.disagg.messages import (
     source_of,
     transfer_number,
 )
-from pdlab.disagg.transport.interface import Parcel, Ticket, Transport, checksum_of
-from pdlab.engine import Engine
+from pdlab.disagg.rooms import RoomQueue
+from pdlab.disagg.transport.interface import Parcel, Ticket, checksum_of
+from pdlab.engine.request import Request
 from pdlab.kvcache import KVLayout, KVWriter, Wire
 from pdlab.trace import ParcelRecord, TransferRecord
 
@@ -47,71 +47,42 @@ class Incoming:
         return min(self.covered) >= self.num_tokens
 
 
-class DecodeWorker:
-    """Keeps room for requests on an engine, receives their K and V, and lets them run.
+@dataclass(eq=False)
+class DecodeWorker(Half):
+    """Keeps room for requests on an engine, receives their K and V, and lets them run."""
 
-    Args:
-        lease_s: how long a room stays empty, if nobody renews.
-        transfer_timeout_s: how long the next parcel may take once the prompt is computed.
-        clock: seconds.
-    """
+    transfer_timeout_s: float = field(default=60.0, kw_only=True)
+    """How long the next parcel may take once the prompt is computed."""
+    layouts: dict[str, KVLayout] = field(default_factory=dict, init=False)
+    """Of other workers, by name."""
+    incoming: dict[str, Incoming] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        transport: Transport,
-        *,
-        lease_s: float = 30.0,
-        transfer_timeout_s: float = 60.0,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        self.name = name
-        self.engine = engine
-        self.transport = transport
-        self.clock = clock
-        self.lease_s = lease_s
-        self.transfer_timeout_s = transfer_timeout_s
-        self.layouts: dict[str, KVLayout] = {}
-        """Of other workers, by name."""
-        self.asked: OrderedDict[str, Reserve] = OrderedDict()
-        """Who waits for room, first come, first served."""
-        self.incoming: dict[str, Incoming] = {}
+    def __post_init__(self) -> None:
+        self.asked: RoomQueue[Request] = RoomQueue(self.engine.scheduler, self.engine.reserve)
 
     def ask(self, command: Reserve) -> None:
-        """Queue for room."""
-        self.asked[command.request_id] = command
+        """Queue for room.
+
+        Raises:
+            ValueError: it can never be served here.
+        """
+        urgency = self.urgency(command.arrival)
+        request = self.engine.prepare(command.state, request_id=command.request_id, **urgency)
+        self.asked.add(request, request.samples[0].sequence)
 
     def reserve(self) -> Iterator[Event]:
-        """Give room to those first in the queue, as far as there is any."""
-        self.engine.scheduler.claimed_s = None
-        while self.asked:
-            request_id, command = next(iter(self.asked.items()))
-            age_s = max(0.0, self.clock() - command.arrival.time_s)
-            arrival_s = self.engine.now_s() - age_s
-            try:
-                room = self.engine.reserve(
-                    command.state,
-                    request_id=request_id,
-                    priority=command.arrival.priority,
-                    arrival_s=arrival_s,
-                )
-            except ValueError as error:
-                del self.asked[request_id]
-                yield Failed(request_id, str(error), refused=True)
+        """Give room to those who are next in the queue, as far as there is any."""
+        for room in self.asked.give(self.engine.now_s()):
+            if isinstance(room, Failed):
+                yield room
                 continue
-            if room is None:
-                self.engine.scheduler.claimed_s = arrival_s
-                return
-            del self.asked[request_id]
-            num_layers = self.engine.kv_layout.num_layers
-            self.incoming[request_id] = Incoming(
+            self.incoming[room.request_id] = Incoming(
                 room.num_tokens,
                 room.num_cached_tokens,
-                [room.num_cached_tokens] * num_layers,
+                [room.num_cached_tokens] * self.engine.kv_layout.num_layers,
                 self.clock() + self.lease_s,
             )
-            yield Reserved(request_id, room.num_cached_tokens)
+            yield Reserved(room.request_id, room.num_cached_tokens)
 
     def fetch(self, request_id: str, ticket: Ticket) -> None:
         """Start to pull what another worker has published."""
@@ -229,7 +200,7 @@ class DecodeWorker:
 
     def forget(self, request_id: str) -> None:
         """Give up the room of a request, or its place in the queue for one."""
-        self.asked.pop(request_id, None)
+        self.asked.forget(request_id)
         incoming = self.incoming.pop(request_id, None)
         if incoming is not None:
             for transfer_id in {incoming.transfer_id, incoming.fetched_id} - {""}:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
+from pdlab.disagg.half import Half
 from pdlab.disagg.messages import (
     Event,
     Failed,
@@ -15,8 +15,7 @@ from pdlab.disagg.messages import (
     request_of,
     transfer_name,
 )
-from pdlab.disagg.transport.interface import Parcel, Transport, make_parcel
-from pdlab.engine import Engine
+from pdlab.disagg.transport.interface import Parcel, make_parcel
 from pdlab.engine.scheduler import ScheduledBatch
 from pdlab.kvcache import Wire
 
@@ -41,39 +40,22 @@ class Outgoing:
     """The transfer before, given up as soon as the receiver can tell that there is another one."""
 
 
-class PrefillWorker:
-    """Computes prompts on an engine, keeps their K and V under a lease, and sends them.
+@dataclass(eq=False)
+class PrefillWorker(Half):
+    """Computes prompts on an engine, keeps their K and V under a lease, and sends them."""
 
-    Args:
-        layers_per_parcel: layers that leave together, of those that leave as they are computed.
-        lease_s: how long K and V wait for somebody who wants them, if nobody renews.
-        clock: seconds.
-    """
+    layers_per_parcel: int = field(default=1, kw_only=True)
+    """Layers that leave together, of those that leave as they are computed."""
+    outgoing: dict[str, Outgoing] = field(default_factory=dict, init=False)
+    leases: dict[str, float] = field(default_factory=dict, init=False)
+    """When the lease of each held request ends, on `clock`."""
+    _published: dict[str, str] = field(default_factory=dict, init=False)
+    """Transfer ids, by request id."""
+    _num_transfers: int = field(default=0, init=False)
 
-    def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        transport: Transport,
-        *,
-        layers_per_parcel: int = 1,
-        lease_s: float = 30.0,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        self.name = name
-        self.engine = engine
-        self.transport = transport
-        self.clock = clock
-        self.layers_per_parcel = layers_per_parcel
-        self.lease_s = lease_s
-        self.num_layers = engine.kv_layout.num_layers
-        self.outgoing: dict[str, Outgoing] = {}
-        self.leases: dict[str, float] = {}
-        """When the lease of each held request ends, on `clock`."""
-        self._published: dict[str, str] = {}
-        """Transfer ids, by request id."""
-        self._num_transfers = 0
-        engine.kv_port.on_layer = self._on_layer
+    def __post_init__(self) -> None:
+        self.num_layers = self.engine.kv_layout.num_layers
+        self.engine.kv_port.on_layer = self._on_layer
 
     def prefill(self, command: Prefill) -> None:
         """Queue a request; its route, if it has one, is taken as soon as it runs.
@@ -88,18 +70,12 @@ class PrefillWorker:
             command.state,
             request_id=command.request_id,
             holds=True,
-            priority=command.arrival.priority,
-            ttft_slo_s=command.arrival.ttft_slo_s,
-            arrival_s=self.engine_s(command.arrival.time_s),
+            **self.urgency(command.arrival),
         )
         if route is not None and wire is not None:
             self.outgoing[command.request_id] = Outgoing(
                 route, wire, self._new_transfer(command.request_id), route.num_cached_tokens
             )
-
-    def engine_s(self, time_s: float) -> float:
-        """A time of the workers' clock on the engine's."""
-        return self.engine.now_s() - max(0.0, self.clock() - time_s)
 
     def _new_transfer(self, request_id: str) -> str:
         self._num_transfers += 1

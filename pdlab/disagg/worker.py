@@ -69,21 +69,12 @@ class Worker:
         self.engine = engine
         self.transport = transport
         self.slowdown = slowdown
+        both = (name, engine, transport)
         self.prefill = PrefillWorker(
-            name,
-            engine,
-            transport,
-            layers_per_parcel=layers_per_parcel,
-            lease_s=lease_s,
-            clock=clock,
+            *both, layers_per_parcel=layers_per_parcel, lease_s=lease_s, clock=clock
         )
         self.decode = DecodeWorker(
-            name,
-            engine,
-            transport,
-            lease_s=lease_s,
-            transfer_timeout_s=transfer_timeout_s,
-            clock=clock,
+            *both, transfer_timeout_s=transfer_timeout_s, lease_s=lease_s, clock=clock
         )
         self.clock = clock
         self._told: dict[str, bool] = {}
@@ -171,8 +162,6 @@ class Worker:
                 self._told_load = None  # to be told again: it is a sign of life
             case Abort(request_id) | Release(request_id):
                 self._forget(request_id)
-            case Reserve():
-                self.decode.ask(command)
             case _:
                 try:
                     yield from self._begin(command)
@@ -188,14 +177,11 @@ class Worker:
         """
         match command:
             case Serve(request_id, state, arrival):
-                self.engine.resume(
-                    state,
-                    request_id=request_id,
-                    priority=arrival.priority,
-                    ttft_slo_s=arrival.ttft_slo_s,
-                    arrival_s=self.prefill.engine_s(arrival.time_s),
-                )
+                urgency = self.prefill.urgency(arrival)
+                self.engine.resume(state, request_id=request_id, **urgency)
                 self._told[request_id] = False
+            case Reserve():
+                self.decode.ask(command)
             case Prefill(request_id):
                 self.prefill.prefill(command)
                 self._told[request_id] = False

@@ -395,43 +395,49 @@ class Engine:
         self._enter(request, self.scheduler.add)
         return request.request_id
 
-    def reserve(
+    def prepare(
         self,
         state: RequestState,
         *,
         request_id: str | None = None,
         priority: int = 0,
+        ttft_slo_s: float | None = None,
         arrival_s: float | None = None,
-    ) -> Reservation | None:
-        """Room for a request whose tokens are computed by another engine; None if there is none.
+    ) -> Request:
+        """A request whose tokens another engine computes. It has nothing here until `reserve`.
 
-        Its K and V are put there with `kv_writer`; then `admit` lets it run, or `abort` ends it.
-        Who waits here since earlier comes first.
+        Args:
+            request_id, priority, ttft_slo_s, arrival_s: as of `resume`.
 
         Raises:
             ValueError: it can never be served, or a window drops some of its blocks.
         """
-        urgency = Urgency(priority, None, arrival_s).checked(self.now_s())
-        request = self._begun(state, urgency, request_id)
-        memory = self._require_whole()
+        urgency = Urgency(priority, ttft_slo_s, arrival_s).checked(self.now_s())
+        self._require_whole()
+        return self._begun(state, urgency, request_id)
+
+    def reserve(self, request: Request) -> Reservation | None:
+        """A seat, and blocks for all tokens of a prepared request; None if there is no room yet.
+
+        Its K and V are put there with `kv_writer`; then `admit` lets it run, or `abort` ends it.
+        Who waits here since earlier comes first.
+        """
         if not self._enter(request, self.scheduler.reserve):
             return None
         with self._lock, undisturbed():
-            orders = memory.manager.take_orders()
+            orders = self._require_open().manager.take_orders()
             self.runner.carry_out(orders)
             self._moves += [order for order in orders if isinstance(order, BlockMove)]
         metrics, sequence = request.samples[0].metrics, request.samples[0].sequence
         metrics.first_scheduled_s = self.now_s()
         metrics.num_cached_tokens = sequence.num_cached_tokens
-        return Reservation(request.request_id, state.num_tokens, sequence.num_cached_tokens)
+        return Reservation(request.request_id, sequence.num_tokens, sequence.num_cached_tokens)
 
-    def _require_whole(self) -> KVMemory:
-        """The memory, if it keeps all K and V of a sequence."""
-        memory = self._require_open()
-        window = memory.manager.retention.window
+    def _require_whole(self) -> None:
+        """That the memory keeps all K and V of a sequence."""
+        window = self._require_open().manager.retention.window
         if window is not None:
             raise ValueError(f"window={window}: K and V that are dropped in part cannot travel")
-        return memory
 
     def _begun(
         self,

@@ -59,7 +59,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Job:
+class Job:
     """A request here. What every step asks for is at hand: it is asked millions of times."""
 
     sequence: Sequence
@@ -109,7 +109,7 @@ class SimulatedEngine:
         self.pool = BlockPool(config.num_blocks, config.block_size)
         self.kv = KVManager(self.pool, BlockPool(0, config.block_size))
         self.scheduler = Scheduler(self.kv, self.config)
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._num_requests = 0
         self._plan: _Plan | None = None
         self._last: _Plan | None = None
@@ -284,30 +284,39 @@ class SimulatedEngine:
             ValueError: it can never be served, or there is another one of this name.
             PolicyError: the policy has no rank for it.
         """
-        job = self._job(state, request_id, arrival_s, priority, metrics)
+        job = self._job(state, request_id, arrival_s, priority, ttft_slo_s, metrics)
         job.holds = job.sequence.holds = holds
-        job.sequence.ttft_slo_s = ttft_slo_s
         self.scheduler.add(job.sequence)
         return self._enter(job)
 
-    def reserve(
+    def prepare(
         self,
         state: RequestState,
         *,
         arrival_s: float,
         request_id: str | None = None,
         priority: int = 0,
+        ttft_slo_s: float | None = None,
         metrics: RequestMetrics | None = None,
-    ) -> Reservation | None:
-        """Room for a request whose tokens are computed by another engine; None if there is none.
+    ) -> Job:
+        """A request whose tokens are computed by another engine. It has nothing here until
+        `reserve`.
+
+        Args:
+            arrival_s, request_id, metrics: as of `resume`.
 
         Raises:
             ValueError: it can never be served, or there is another one of this name.
         """
-        job = self._job(state, request_id, arrival_s, priority, metrics)
+        return self._job(state, request_id, arrival_s, priority, ttft_slo_s, metrics)
+
+    def reserve(self, job: Job) -> Reservation | None:
+        """Room for a prepared request; None if there is none yet."""
+        self._come_between()
         if not self.scheduler.reserve(job.sequence):
             return None
-        return Reservation(self._enter(job), state.num_tokens, job.sequence.num_cached_tokens)
+        sequence = job.sequence
+        return Reservation(self._enter(job), sequence.num_tokens, sequence.num_cached_tokens)
 
     def admit(self, request_id: str, token_id: int = TOKEN) -> None:
         """Let a reserved request run: its K and V are there, and the token drawn from them.
@@ -342,8 +351,9 @@ class SimulatedEngine:
         request_id: str | None,
         arrival_s: float,
         priority: int,
+        ttft_slo_s: float | None,
         metrics: RequestMetrics | None,
-    ) -> _Job:
+    ) -> Job:
         """A request that the engine can serve; it is in no queue yet."""
         self._come_between()
         prompt_ids, params = state.prompt_ids, state.params
@@ -366,18 +376,19 @@ class SimulatedEngine:
             uses_prefix_cache=self.config.enable_prefix_cache and params.prefix_cache,
             arrival_s=arrival_s,
             priority=priority,
+            ttft_slo_s=ttft_slo_s,
         )
         sequence.token_ids += state.output_ids
         metrics = metrics or RequestMetrics(arrival_s, num_prompt_tokens=len(prompt_ids))
-        return _Job(sequence, metrics, num_left, False, metrics.token_times_s)
+        return Job(sequence, metrics, num_left, False, metrics.token_times_s)
 
-    def _enter(self, job: _Job) -> str:
+    def _enter(self, job: Job) -> str:
         name = job.sequence.request_id
         self._jobs[name] = job
         self._num_requests += 1
         return name
 
-    def _find(self, request_id: str, state: SequenceState) -> _Job:
+    def _find(self, request_id: str, state: SequenceState) -> Job:
         self._come_between()
         job = self._jobs.get(request_id)
         if job is None:

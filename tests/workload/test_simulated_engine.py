@@ -38,6 +38,11 @@ def step(engine: SimulatedEngine, now_s: float = 0.0):
     return None if end_s is None else engine.finish(end_s)
 
 
+def reserve(engine, asked: RequestState, **how):
+    """Room, if there is any now."""
+    return engine.reserve(engine.prepare(asked, **how))
+
+
 # --- leaps ---------------------------------------------------------------------------------------
 
 
@@ -127,7 +132,7 @@ def test_whoever_comes_between_ends_the_repetition():
     step(engine, 0)
     step(engine, 1)
     engine.abort("r0")
-    assert engine.reserve(state(8, 50), request_id="new", arrival_s=2.0)
+    assert reserve(engine, state(8, 50), request_id="new", arrival_s=2.0)
     engine.admit("new")
     assert step(engine, 2).sampled == ["new"]
 
@@ -143,7 +148,7 @@ def test_time_goes_its_way():
     for come in (
         lambda: engine.begin(0.5),
         lambda: engine.resume(state(4, 5), arrival_s=0.5),
-        lambda: engine.reserve(state(4, 5), arrival_s=0.5),
+        lambda: reserve(engine, state(4, 5), arrival_s=0.5),
         lambda: engine.abort("r0"),
     ):
         with pytest.raises(RuntimeError, match=r"under way until 1\.0 s"):
@@ -162,7 +167,7 @@ def test_one_engine_begins_and_another_goes_on():
     assert (outcome.sampled, outcome.held, outcome.ended) == (["a"], ["a"], [])
     assert (prefill.pool.num_free, prefill.begin(1)) == (47, None)
 
-    room = decode.reserve(state(10, 4), request_id="a", arrival_s=0.0, metrics=metrics)
+    room = reserve(decode, state(10, 4), request_id="a", arrival_s=0.0, metrics=metrics)
     assert room == Reservation("a", num_tokens=10, num_cached_tokens=0)
     assert (decode.pool.num_free, decode.begin(1)) == (47, None)
     decode.admit("a")
@@ -185,16 +190,16 @@ def test_who_has_all_tokens_is_not_held():
 
 def test_what_the_cache_has_need_not_travel():
     engine = SimulatedEngine(SMALL, ONE_S)
-    engine.reserve(state(10, 4), arrival_s=0.0)
+    reserve(engine, state(10, 4), arrival_s=0.0)
     engine.admit("r0")
-    assert engine.reserve(state(10, 4), arrival_s=0.0).num_cached_tokens == 8
-    assert engine.reserve(state(10, 4, first=2), arrival_s=0.0).num_cached_tokens == 0
+    assert reserve(engine, state(10, 4), arrival_s=0.0).num_cached_tokens == 8
+    assert reserve(engine, state(10, 4, first=2), arrival_s=0.0).num_cached_tokens == 0
 
 
 def test_reserved_blocks_let_others_wait():
     engine = SimulatedEngine(replace(SMALL, num_blocks=10), ONE_S)
-    assert engine.reserve(state(30, 4), arrival_s=0.0)
-    assert engine.reserve(state(30, 4, first=50), arrival_s=1.0) is None
+    assert reserve(engine, state(30, 4), arrival_s=0.0)
+    assert reserve(engine, state(30, 4, first=50), arrival_s=1.0) is None
     engine.resume(state(20, 4, first=90), arrival_s=2.0)
     assert engine.begin(3) is None
     engine.abort("r0")
@@ -212,7 +217,7 @@ def test_a_resumed_request_computes_what_it_had_and_makes_the_rest():
 def test_an_abort_frees_everything(where):
     engine = SimulatedEngine(replace(SMALL, max_num_batched_tokens=32, chunk_size=8), ONE_S)
     if where == "reserved":
-        assert engine.reserve(state(10, 9), request_id="a", arrival_s=0.0)
+        assert reserve(engine, state(10, 9), request_id="a", arrival_s=0.0)
     else:
         engine.resume(state(10, 9), request_id="a", arrival_s=0.0, holds=where == "held")
     for _ in range({"waiting": 0, "prefilling": 1, "running": 3, "held": 2, "reserved": 0}[where]):
@@ -226,14 +231,14 @@ def test_an_abort_frees_everything(where):
 def test_what_makes_no_sense_is_refused():
     engine = SimulatedEngine(replace(SMALL, max_model_len=20), ONE_S)
     with pytest.raises(ValueError, match="prompt has 21 tokens, max_model_len is 20"):
-        engine.reserve(state(21, 4), arrival_s=0.0)
+        reserve(engine, state(21, 4), arrival_s=0.0)
     with pytest.raises(ValueError, match="output_ids has 4 tokens, the limit is 3"):
         engine.resume(state(10, 4, num_output=4), arrival_s=0.0)
     with pytest.raises(ValueError, match="output_ids has 5 tokens, the limit is 4"):
-        engine.reserve(state(15, 9, num_output=5), arrival_s=0.0)
+        reserve(engine, state(15, 9, num_output=5), arrival_s=0.0)
     engine.resume(state(4, 4), request_id="a", arrival_s=0.0)
     with pytest.raises(ValueError, match="'a' is the name of another"):
-        engine.reserve(state(4, 4), request_id="a", arrival_s=0.0)
+        reserve(engine, state(4, 4), request_id="a", arrival_s=0.0)
     with pytest.raises(ValueError, match="'a' is waiting, not held"):
         engine.let_go("a")
     with pytest.raises(ValueError, match="'a' is waiting, not reserved"):
@@ -266,12 +271,15 @@ class Twins(RuleBasedStateMachine):
         how=st.sampled_from([("resume", False), ("resume", True), ("reserve", None)]),
     )
     def come(self, num_prompt, group, num_output, num_left, how):
-        name, holds = how
+        how, holds = how
         asked = state(num_prompt, num_output + num_left, num_output, first=1 + 20 * group)
         self.num_asked += 1
         call = {"request_id": f"x{self.num_asked}", "arrival_s": self.num_asked - 1e6}
         call |= {} if holds is None else {"holds": holds}
-        mine, theirs = (getattr(each, name)(asked, **call) for each in self.both)
+        mine, theirs = (
+            reserve(each, asked, **call) if how == "reserve" else each.resume(asked, **call)
+            for each in self.both
+        )
         assert mine == theirs
 
     @rule(draw=st.integers(0, 99), token_id=st.integers(0, 9))

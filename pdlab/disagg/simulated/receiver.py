@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pdlab.disagg.messages import Arrived, Continue, Event, Failed, Reserve, Reserved
+from pdlab.disagg.rooms import RoomQueue
 from pdlab.disagg.simulated.spec import Shipment
 from pdlab.trace import TransferRecord
-from pdlab.workload.simulated_engine import SimulatedEngine
+from pdlab.workload.simulated_engine import Job, SimulatedEngine
 
 
 @dataclass(slots=True)
@@ -28,39 +28,38 @@ class SimulatedReceiver:
     def __init__(self, name: str, engine: SimulatedEngine):
         self.name = name
         self.engine = engine
-        self.asked: OrderedDict[str, Reserve] = OrderedDict()
-        """Who waits for room, first come, first served."""
+        self.asked: RoomQueue[Job] = RoomQueue(engine.scheduler, engine.reserve)
         self._rooms: dict[str, _Room] = {}
 
     def ask(self, command: Reserve) -> None:
-        """Queue for room."""
-        self.asked[command.request_id] = command
+        """Queue for room.
+
+        Raises:
+            ValueError: it can never be served here.
+        """
+        arrival = command.arrival
+        job = self.engine.prepare(
+            command.state,
+            request_id=command.request_id,
+            priority=arrival.priority,
+            ttft_slo_s=arrival.ttft_slo_s,
+            arrival_s=arrival.time_s,
+        )
+        self.asked.add(job, job.sequence)
 
     def forget(self, request_id: str) -> None:
         """Give up a room, or a place in the queue for one; the engine forgets it, too, then."""
-        self.asked.pop(request_id, None)
+        self.asked.forget(request_id)
         self._rooms.pop(request_id, None)
 
-    def reserve(self) -> Iterator[Event]:
-        """Give room to those first in the queue, as far as there is any."""
-        while self.asked:
-            request_id, command = next(iter(self.asked.items()))
-            try:
-                room = self.engine.reserve(
-                    command.state,
-                    request_id=request_id,
-                    priority=command.arrival.priority,
-                    arrival_s=command.arrival.time_s,
-                )
-            except ValueError as error:
-                del self.asked[request_id]
-                yield Failed(request_id, str(error), refused=True)
+    def reserve(self, now_s: float) -> Iterator[Event]:
+        """Give room to those who are next in the queue, as far as there is any."""
+        for room in self.asked.give(now_s):
+            if isinstance(room, Failed):
+                yield room
                 continue
-            if room is None:
-                return
-            del self.asked[request_id]
-            self._rooms[request_id] = _Room(room.num_tokens, room.num_cached_tokens)
-            yield Reserved(request_id, room.num_cached_tokens)
+            self._rooms[room.request_id] = _Room(room.num_tokens, room.num_cached_tokens)
+            yield Reserved(room.request_id, room.num_cached_tokens)
 
     def missing(self, request_id: str) -> range:
         """Tokens whose K and V are waited for; none if there is no such room."""

@@ -219,13 +219,14 @@ class SimulatedWorker:
         match command:
             case Abort(request_id) | Release(request_id):
                 self._forget(request_id)
-            case Reserve():
-                self.receiver.ask(command)
             case Continue(request_id):
                 self._note(self.receiver.go_on(request_id, self.start_s))
-            case Serve(request_id) | Prefill(request_id):
+            case Serve(request_id) | Prefill(request_id) | Reserve(request_id):
                 try:
-                    self._queue(command)
+                    if isinstance(command, Reserve):
+                        self.receiver.ask(command)
+                    else:
+                        self._queue(command)
                 except ValueError as error:
                     self._forget(request_id)
                     self._events.append(Failed(request_id, str(error), refused=True))
@@ -283,8 +284,7 @@ class SimulatedWorker:
             if self.receiver.waits_for(shipment):
                 self.start_s += self.spec.unpack_s_per_byte * shipment.num_bytes
                 self._note(self.receiver.take(shipment, self.start_s))
-        if self.receiver.asked:
-            self._note(self.receiver.reserve())
+        self._note(self.receiver.reserve(self.start_s))
 
     def _note(self, events: Iterable[Event]) -> None:
         """Tell these; from now on there is news of those who run."""
