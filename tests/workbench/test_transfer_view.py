@@ -354,16 +354,3 @@ def test_overlap_tells_what_is_hidden() -> None:
     assert list(found["layer by layer"].x) == [50]
     with pytest.raises(ValueError, match="overlaps is empty"):
         figures.overlap_figure([], "x")
-
-
-def test_the_win_map_names_the_winner_of_each_pair() -> None:
-    goodput = {"together": [[0, 1], [0, 5]], "apart": [[0, 2], [3, 4]]}
-    figure = figures.win_map([0.1, 1], [0.02, 0.05], goodput, "simulated: x")
-    assert [list(row) for row in figure.data[0].z] == [[0, 2], [2, 1]]
-    texts = {t.name: list(t.text) for t in figure.data[1:] if t.mode == "text"}
-    assert texts == {"none of them": ["–"], "together": ["5"], "apart": ["2", "3"]}
-    assert "together in 1, apart in 2" in figure.layout.title.text.replace("<br>", " ")
-    with pytest.raises(ValueError, match="goodput of 'a' has shape"):
-        figures.win_map([0.1], [0.1], {"a": [[1, 2]]}, "x")
-    with pytest.raises(ValueError, match="goodput is empty"):
-        figures.win_map([0.1], [0.1], {}, "x")

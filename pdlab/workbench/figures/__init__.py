@@ -5,13 +5,8 @@ Show one with `pdlab.workbench.show`.
 
 from pdlab.workbench.figures.attention import attention_heatmap
 from pdlab.workbench.figures.cache import naive_against_cached
-from pdlab.workbench.figures.disagg import (
-    cluster_timeline,
-    overlap_figure,
-    plans_figure,
-    recovery_figure,
-    win_map,
-)
+from pdlab.workbench.figures.disagg import cluster_timeline, recovery_figure, token_rows
+from pdlab.workbench.figures.disagg_costs import break_even_figure, overlap_figure, plans_figure
 from pdlab.workbench.figures.kv_costs import error_heatmap, kv_costs
 from pdlab.workbench.figures.kv_values import kv_magnitudes
 from pdlab.workbench.figures.latency import (
@@ -35,6 +30,7 @@ from pdlab.workbench.figures.window_costs import perplexity_by_position, window_
 __all__ = [
     "attention_heatmap",
     "block_grid",
+    "break_even_figure",
     "cluster_timeline",
     "comparison_figure",
     "error_heatmap",
@@ -54,10 +50,10 @@ __all__ = [
     "roofline",
     "stage_breakdown",
     "step_timeline",
+    "token_rows",
     "tpot_by_batch",
     "tpot_by_context",
     "ttft_by_prompt",
     "ttft_points",
-    "win_map",
     "window_costs",
 ]

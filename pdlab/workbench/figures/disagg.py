@@ -1,4 +1,4 @@
-"""Prefill and decode in workers of their own: who did what when, and when it pays."""
+"""Prefill and decode in workers of their own: who did what when."""
 
 from __future__ import annotations
 
@@ -12,26 +12,113 @@ from pdlab.disagg.serving import ClusterRun
 from pdlab.trace import FailureRecord
 from pdlab.workbench.figures.style import INK, mega, milliseconds, styled
 from pdlab.workbench.gantt_data import gantt_data
-from pdlab.workbench.palette import MEANING, run_color, text_on
+from pdlab.workbench.palette import MEANING
 from pdlab.workbench.transfer_data import Cluster, Story, request_of
 from pdlab.workload.report import MIXES
 from pdlab.workload.serving import ServingRun
 
 if TYPE_CHECKING:
-    from pdlab.bench.disaggregation import Overlap, PlanFigures
+    pass
 
 MAX_STEPS = 1500
 """Steps of all lanes; more are drawn with their neighbours."""
 MAX_ARROWS = 300
 LANE = 0.34
 """Half of a lane's thickness, where the next lane is 1 away."""
-NOBODY = "none of them"
-"""What wins where no mode does."""
 Segment = tuple[float, float, float, float]
 """x and y of both ends."""
 
 
 # --- a run ----------------------------------------------------------------------------------------
+
+
+def token_rows(runs: Mapping[str, ClusterRun], labels: Sequence[str], title: str = "") -> go.Figure:
+    """A panel a run, a row a request: when its prompt was computed, and each token as a tick.
+
+    Args:
+        labels: what to call the requests of each run, in order of arrival.
+
+    Raises:
+        ValueError: there is no run, or one has another number of requests.
+    """
+    if not runs:
+        raise ValueError("runs is empty: it needs at least 1")
+    for name, run in runs.items():
+        if len(run.requests) != len(labels):
+            raise ValueError(
+                f"labels has {len(labels)} names, run {name!r} has {len(run.requests)} requests"
+            )
+    names = [f"{name}: done in {run.serving.duration_s:.1f} s" for name, run in runs.items()]
+    figure = make_subplots(
+        rows=len(runs), shared_xaxes=True, vertical_spacing=0.22 / len(runs), subplot_titles=names
+    )
+    for row, run in enumerate(runs.values(), start=1):
+        _add_run(figure, run, labels, row)
+    figure.update_layout(barmode="overlay")
+    figure.update_xaxes(title_text="seconds", row=len(runs))
+    sources = dict.fromkeys(f"{run.provenance}: {run.basis}" for run in runs.values())
+    styled(
+        figure,
+        title or "The same requests; a tick is a token",
+        "; ".join(sources),
+        height=150 + len(runs) * (62 + 24 * len(labels)),
+        horizontal=True,
+    )
+    figure.update_layout(margin_t=figure.layout.margin.t + 24, margin_l=100)
+    for note in figure.layout.annotations:
+        note.update(x=0, xanchor="left", font={"size": 15, "color": INK.text, "weight": 600})
+    figure.update_yaxes(showgrid=False, ticks="", tickfont={"size": 14})
+    return figure
+
+
+def _add_run(figure: go.Figure, run: ClusterRun, labels: Sequence[str], row: int) -> None:
+    label_of = {r.request_id: label for r, label in zip(run.requests, labels, strict=True)}
+    steps = [
+        (label_of[request_of(name)], step)
+        for worker in run.workers.values()
+        for step in worker.steps
+        for name in step.prompts
+    ]
+    place = {"row": row, "col": 1}
+    figure.add_bar(
+        name="its prompt is computed",
+        base=[step.start_s for _, step in steps],
+        x=[step.wall_s for _, step in steps],
+        y=[name for name, _ in steps],
+        orientation="h",
+        width=0.5,
+        marker={"color": MEANING["prefill"]},
+        showlegend=row == 1,
+        hovertemplate="%{y}: prompt, %{x:.3g} s<extra></extra>",
+        **place,
+    )
+    figure.add_scatter(
+        name="a token",
+        x=[t for r in run.requests for t in r.metrics.token_times_s],
+        y=[label_of[r.request_id] for r in run.requests for _ in r.metrics.token_times_s],
+        mode="markers",
+        marker={"symbol": "line-ns", "size": 15, "line": {"color": MEANING["decode"], "width": 2}},
+        showlegend=row == 1,
+        hovertemplate="%{y}: %{x:.4g} s<extra></extra>",
+        **place,
+    )
+    figure.add_scatter(
+        name="it comes",
+        x=[r.metrics.arrival_s for r in run.requests],
+        y=list(labels),
+        mode="markers",
+        marker={"symbol": "triangle-right-open", "size": 11, "color": MEANING["waiting"]},
+        showlegend=row == 1,
+        hovertemplate="%{y} comes at %{x:.3g} s<extra></extra>",
+        **place,
+    )
+    figure.update_yaxes(
+        type="category",
+        categoryorder="array",
+        categoryarray=list(labels),
+        range=[len(labels) - 0.4, -0.6],
+        row=row,
+    )
 
 
 def cluster_timeline(run: Cluster, title: str = "") -> go.Figure:
@@ -278,281 +365,3 @@ def _gap(failure: FailureRecord, name: str, times_s: Sequence[float]) -> tuple[f
     before = [t for t in times_s if t <= failure.time_s]
     begin_s = before[-1] if before else failure.time_s
     return begin_s, failure.recovered_s.get(name, begin_s)
-
-
-# --- plans and links ------------------------------------------------------------------------------
-
-
-def plans_figure(plans: Sequence[PlanFigures], source: str, title: str = "") -> go.Figure:
-    """ITL from median to p99, and throughput, of several plans; a row for each workload.
-
-    Lines through the marks and ends of the bars reach from the lowest to the highest of the turns.
-
-    Args:
-        source: what was measured where, say `measured: smollm2-135m on ...`.
-
-    Raises:
-        ValueError: there is no plan.
-    """
-    if not plans:
-        raise ValueError("plans is empty: it needs at least 1")
-    workloads = list(dict.fromkeys(p.workload for p in plans))
-    names = list(dict.fromkeys(p.plan for p in plans))
-    figure = make_subplots(
-        rows=len(workloads),
-        cols=2,
-        shared_yaxes=True,
-        horizontal_spacing=0.05,
-        vertical_spacing=0.3 / len(workloads),
-        subplot_titles=[text for w in workloads for text in (w, "")],
-    )
-    for row, workload in enumerate(workloads, start=1):
-        of_row = [p for p in plans if p.workload == workload]
-        for p in of_row:
-            _add_itl(figure, p, run_color(names.index(p.plan)), row)
-        middle = [p.tokens_per_s[0] for p in of_row]
-        figure.add_bar(
-            x=middle,
-            y=[p.plan for p in of_row],
-            orientation="h",
-            marker={"color": [run_color(names.index(p.plan)) for p in of_row]},
-            error_x=_reach([p.tokens_per_s for p in of_row]),
-            text=[f"{value:.3g}" for value in middle],
-            textposition="inside",
-            insidetextanchor="start",
-            showlegend=False,
-            hovertemplate="%{y}: %{x:.4g} tokens/s<extra></extra>",
-            row=row,
-            col=2,
-        )
-        figure.update_yaxes(
-            type="category", categoryorder="array", categoryarray=names[::-1], row=row
-        )
-    figure.update_xaxes(rangemode="tozero")
-    figure.update_xaxes(
-        title_text="ms between tokens: ● p50 ◇ p99", rangemode="tozero", row=len(workloads), col=1
-    )
-    figure.update_xaxes(title_text="output tokens/s", row=len(workloads), col=2)
-    height = 190 + len(workloads) * (46 + 34 * len(names))
-    styled(figure, title or _plans_title(plans), source, height=height, horizontal=True)
-    figure.update_layout(margin_t=figure.layout.margin.t + 24)
-    for note in figure.layout.annotations:
-        note.update(x=0, xanchor="left", font={"size": 15, "color": INK.text, "weight": 600})
-    figure.update_yaxes(showgrid=False, ticks="")
-    return figure
-
-
-def _add_itl(figure: go.Figure, plan: PlanFigures, color: str, row: int) -> None:
-    marks = ((plan.itl_p50_s, "circle"), (plan.itl_p99_s, "diamond-open"))
-    figure.add_scatter(
-        x=[1e3 * value[0] for value, _ in marks],
-        y=[plan.plan] * 2,
-        mode="lines+markers",
-        line={"color": color, "width": 2.5},
-        marker={"size": 13, "symbol": [s for _, s in marks], "color": color, "line": {"width": 2}},
-        error_x=_reach([[1e3 * v for v in value] for value, _ in marks]),
-        showlegend=False,
-        hovertemplate="%{y}: %{x:.3g} ms<extra></extra>",
-        row=row,
-        col=1,
-    )
-
-
-def _reach(values: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """From (middle, least, most) to plotly's error bars."""
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [v[2] - v[0] for v in values],
-        "arrayminus": [v[0] - v[1] for v in values],
-        "color": INK.text,
-        "thickness": 1.5,
-        "width": 4,
-    }
-
-
-def _plans_title(plans: Sequence[PlanFigures]) -> str:
-    parts = []
-    for workload in dict.fromkeys(p.workload for p in plans):
-        of_row = [p for p in plans if p.workload == workload]
-        calm = min(of_row, key=lambda p: p.itl_p99_s[0])
-        fast = max(of_row, key=lambda p: p.tokens_per_s[0])
-        parts.append(f"{workload}: {calm.plan} is calmest, {fast.plan} makes most tokens")
-    return "; ".join(parts)
-
-
-def overlap_figure(overlaps: Sequence[Overlap], source: str, title: str = "") -> go.Figure:
-    """How long the receiver waits once the prompt is computed: as a whole, and layer by layer.
-
-    Args:
-        source: what was measured where.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if not overlaps:
-        raise ValueError("overlaps is empty: it needs at least 1")
-    ways = (
-        ("the whole prompt, once computed", "waiting", -0.2, [o.push_wait_s for o in overlaps]),
-        ("layer by layer", "transfer", 0.2, [o.stream_wait_s for o in overlaps]),
-    )
-    most = max(max(o.push_wait_s[2], o.stream_wait_s[2], o.link_s) for o in overlaps)
-    figure = go.Figure()
-    for name, meaning, shift, waits in ways:
-        rows = [i + shift for i in range(len(overlaps))]
-        figure.add_bar(
-            name=name,
-            x=[1e3 * wait[0] for wait in waits],
-            y=rows,
-            width=0.36,
-            orientation="h",
-            marker={"color": MEANING[meaning]},
-            error_x=_reach([[1e3 * v for v in wait] for wait in waits]),
-            hovertemplate=name + ": %{x:.3g} ms<extra></extra>",
-        )
-        figure.add_scatter(
-            x=[
-                1e3 * _beside(wait[2], o.link_s, most)
-                for wait, o in zip(waits, overlaps, strict=True)
-            ],
-            y=rows,
-            mode="text",
-            text=[f"  {milliseconds(wait[0])}" for wait in waits],
-            textposition="middle right",
-            showlegend=False,
-            hoverinfo="skip",
-        )
-    figure.add_scatter(
-        name="the link alone, by its bandwidth",
-        x=[x for o in overlaps for x in (1e3 * o.link_s, 1e3 * o.link_s, None)],
-        y=[y for i in range(len(overlaps)) for y in (i - 0.44, i + 0.44, None)],
-        mode="lines",
-        line={"color": INK.text, "width": 2.5},
-        hovertemplate="link: %{x:.3g} ms<extra></extra>",
-    )
-    figure.update_xaxes(range=[0, 1.15e3 * most])
-    figure.update_xaxes(title_text="ms waited after the first token")
-    figure.update_yaxes(
-        range=[len(overlaps) - 0.4, -0.6],
-        tickvals=list(range(len(overlaps))),
-        ticktext=[f"{o.link} (simulated)<br>{mega(o.num_bytes, 'B')}" for o in overlaps],
-    )
-    hidden = [o.hidden for o in overlaps]
-    span = f"{min(hidden):.0%}" + (f" to {max(hidden):.0%}" if len(hidden) > 1 else "")
-    title = title or f"Layer by layer hides {span} of the wait"
-    styled(figure, title, source, height=240 + 80 * len(overlaps), horizontal=True)
-    figure.update_layout(margin_l=150)
-    figure.update_yaxes(showgrid=False, ticks="")
-    return figure
-
-
-def _beside(end: float, mark: float, most: float) -> float:
-    """Where a number stands: behind its bar, or behind a mark that it would lie upon."""
-    return mark if end < mark < end + 0.15 * most else end
-
-
-# --- the win map ----------------------------------------------------------------------------------
-
-
-def win_map(
-    ttft_slos_s: Sequence[float],
-    tpot_slos_s: Sequence[float],
-    goodput: Mapping[str, Sequence[Sequence[float]]],
-    source: str,
-    *,
-    unit: str = "requests/s",
-    title: str = "",
-) -> go.Figure:
-    """Which mode serves most requests within both limits, for each pair of limits, and how many.
-
-    Args:
-        ttft_slos_s: limits on the first token, along x.
-        tpot_slos_s: limits on the pace, along y.
-        goodput: by mode, `[len(tpot_slos_s)][len(ttft_slos_s)]`; all 0 means that no mode meets
-            the limits.
-        source: what was simulated or measured.
-
-    Raises:
-        ValueError: there is no mode, or a grid has another shape.
-    """
-    if not goodput:
-        raise ValueError("goodput is empty: it needs at least 1 mode")
-    shape = (len(tpot_slos_s), len(ttft_slos_s))
-    for mode, grid in goodput.items():
-        found = (len(grid), *{len(row) for row in grid})
-        if found != shape:
-            raise ValueError(f"goodput of {mode!r} has shape {found}, it must have {shape}")
-    modes = list(goodput)
-    winner, text, hover = [], [], []
-    for y in range(shape[0]):
-        values = [{mode: goodput[mode][y][x] for mode in modes} for x in range(shape[1])]
-        best = [max(each, key=each.__getitem__) for each in values]
-        kept = [each[b] > 0 for each, b in zip(values, best, strict=True)]
-        winner.append([modes.index(b) + 1 if k else 0 for b, k in zip(best, kept, strict=True)])
-        text.append(
-            [f"{e[b]:.2g}" if k else "–" for e, b, k in zip(values, best, kept, strict=True)]
-        )
-        hover.append(["<br>".join(f"{m}: {v:.3g} {unit}" for m, v in e.items()) for e in values])
-    figure = _tiles(modes, winner, text, hover)
-    for update, slos in ((figure.update_xaxes, ttft_slos_s), (figure.update_yaxes, tpot_slos_s)):
-        update(tickvals=list(range(len(slos))), ticktext=[milliseconds(s) for s in slos])
-    figure.update_xaxes(title_text="limit on the first token (TTFT)")
-    figure.update_yaxes(title_text="limit on the pace (TPOT)", autorange="reversed")
-    counts = {m: sum(row.count(i) for row in winner) for i, m in enumerate(modes, start=1)}
-    cells = shape[0] * shape[1]
-    said = ", ".join(f"{mode} in {count}" for mode, count in counts.items())
-    title = title or f"Of {cells} pairs of limits, the most goodput: {said}"
-    styled(
-        figure, title, f"{source}; numbers: {unit} within both limits", height=230 + 46 * shape[0]
-    )
-    figure.update_layout(margin_l=110)
-    figure.update_xaxes(showgrid=False)
-    figure.update_yaxes(showgrid=False)
-    return figure
-
-
-def _tiles(
-    modes: Sequence[str],
-    winner: Sequence[Sequence[int]],
-    text: Sequence[Sequence[str]],
-    hover: Sequence[Sequence[str]],
-) -> go.Figure:
-    """A tile a pair, in its winner's colour; the winner's number says it without colour, too."""
-    colors = [MEANING["free"], *(run_color(i) for i in range(len(modes)))]
-    names = [NOBODY, *modes]
-    figure = go.Figure()
-    count = len(colors)
-    scale = [(edge / count, color) for i, color in enumerate(colors) for edge in (i, i + 1)]
-    figure.add_heatmap(
-        z=[list(row) for row in winner],
-        zmin=-0.5,
-        zmax=count - 0.5,
-        colorscale=scale,
-        showscale=False,
-        xgap=2,
-        ygap=2,
-        customdata=[list(row) for row in hover],
-        hovertemplate="%{customdata}<extra></extra>",
-    )
-    for i, (name, color) in enumerate(zip(names, colors, strict=True)):
-        cells = [(x, y) for y, row in enumerate(winner) for x, w in enumerate(row) if w == i]
-        if cells:
-            figure.add_scatter(
-                name=name,
-                x=[x for x, _ in cells],
-                y=[y for _, y in cells],
-                mode="text",
-                text=[text[y][x] for x, y in cells],
-                textfont={"color": text_on(color), "size": 15},
-                showlegend=False,
-                hoverinfo="skip",
-            )
-        figure.add_scatter(  # for the legend alone
-            name=name,
-            x=[None],
-            y=[None],
-            mode="markers",
-            marker={"symbol": "square", "size": 14, "color": color},
-            showlegend=bool(cells),
-        )
-    return figure

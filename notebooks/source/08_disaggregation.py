@@ -1,0 +1,826 @@
+# ---
+# jupyter:
+#   kernelspec: {display_name: Python 3, language: python, name: python3}
+# ---
+
+# %% [markdown]
+# # 08 Disaggregation: one machine reads, another one writes
+#
+# **The question.** Four people are reading answers as they are written. A fifth one pastes a long
+# document. Lesson 07 cut it into chunks, so that nobody stalls for long. What if the document went
+# to *another machine*, which does nothing but read prompts? Who gains, who pays, and what has to
+# travel between the two?
+#
+# You will give one of your cores to prompts and one to outputs, measure what is gained and what is
+# lost, watch K and V travel layer by layer, fill the receiver's memory, kill a worker with -9 in
+# the middle of an answer, choose how many workers read and how many write, and let a simulator draw
+# the map of who wins where.
+#
+# *About 90 minutes. Before this: [07 Scheduling](07_scheduling.ipynb).*
+
+# %%
+import pdlab
+from pdlab import workbench as wb
+
+guess = wb.Predictions()
+wb.glossary(
+    "PD disaggregation", "interference", "prefill worker", "decode worker", "router",
+    "KV transfer", "TTFT", "ITL",
+)  # fmt: skip
+
+# %%
+model = pdlab.load("smollm2-135m")
+
+# %% [markdown]
+# ## 1. Who pays for a long prompt?
+#
+# Everything in this section really runs, in processes of their own. Four plans for the same cores:
+#
+# * **one engine** has all cores. A step may hold a whole prompt beside the decodes.
+# * **one engine, chunks**: the same with prompts cut into chunks of 64 (lesson 07).
+# * **two engines**: a process on each half of the cores. Each serves whole requests.
+# * **disaggregated**: the *same two processes*. But one only reads prompts, and hands their K and V
+#   to the other one, which only writes.
+#
+# The next cell starts four processes, each with a model of its own (some seconds), and measures
+# your machine's pace.
+
+# %%
+from pdlab.workbench import disagg_experiments as lab
+
+plans = lab.Plans(model)
+step_s = plans.decode_step_s()
+print(f"one engine, a step of four chats: {step_s * 1e3:.0f} ms   measured")
+for name, hosts in plans.groups.items():
+    for host in hosts:
+        cores = ", ".join(map(str, host.spec.cores or ["any"]))
+        print(f"{name:20} process {host.process.pid}, {host.name} on core {cores}")
+scene = lab.scene(step_s)
+for label, r in zip(lab.LABELS, scene, strict=True):
+    print(
+        f"{label:9} comes at {r.arrival_s:4.1f} s: {r.num_prompt_tokens:3} tokens of prompt,"
+        f" {r.num_output_tokens:2} to be written"
+    )
+
+# %%
+guess.predict(
+    "The longest gap in a chat, disaggregated, is so much of that with one engine",
+    ["more than half of it", "a fifth to a half", "less than a fifth"],
+    key="gap",
+)
+
+# %%
+guess.predict(
+    "And the document's first token comes, compared with one engine,",
+    ["sooner", "at about the same time", "later"],
+    key="document",
+)
+
+# %%
+runs = plans.play(scene)
+title = "A document comes while four chats are being written"
+wb.show(wb.figures.token_rows(runs, lab.LABELS, title))
+
+# %%
+outcomes = {name: lab.Outcome.of(run) for name, run in runs.items()}
+print("                     ITL p50   ITL p99  longest gap  document's TTFT   measured, once")
+for name, o in outcomes.items():
+    print(
+        f"{name:19} {o.chat_p50_s * 1e3:5.0f} ms {o.chat_p99_s * 1e3:6.0f} ms"
+        f" {o.chat_gap_s * 1e3:9.0f} ms {o.document_ttft_s:14.2f} s"
+    )
+one, apart = outcomes[lab.ONE], outcomes[lab.APART]
+part = apart.chat_gap_s / one.chat_gap_s
+answer = "more than half of it" if part > 0.5 else "a fifth to a half"
+answer = answer if part > 0.2 else "less than a fifth"
+guess.compare("gap", answer, note=f"To be exact: {part:.0%}.")
+later = apart.document_ttft_s / one.document_ttft_s
+answer = "sooner" if later < 0.9 else "later" if later > 1.1 else "at about the same time"
+guess.compare("document", answer, note=f"{later:.1f} times as late.")
+
+# %%
+wb.LatencyView({name: run.serving for name, run in runs.items()}, metric="itl")
+
+# %% [markdown]
+# Read the picture panel by panel. A tick is a token that a reader sees. (And in the curves: how many
+# of all gaps were no longer than so much. Move the limit on the pace.)
+#
+# * *One engine*: the document is computed in one step, and in that step nobody else gets a token.
+#   All four chats stand still together. This is **interference**.
+# * *Chunks*: no long silence, but the ticks are further apart while the document is read.
+# * *Two engines*: the document fell to one of the two. Its chats stand still, for about twice as
+#   long, for half of the cores reads it. The other two chats do not even notice.
+# * *Disaggregated*: the chats do not notice, for no prompt is ever computed where they are written.
+#   Look at the first two ticks of each row: between them K and V travelled.
+#
+# And who pays? The document. One engine reads it with all cores, the prefill worker has half of
+# them, and all it can do is wait for its turn there. So "disaggregation improves TTFT" is not a law
+# of nature: for one prompt on a quiet machine it makes it *worse*, and a transfer comes on top (we
+# come to that). What it can improve is the TTFT of prompts that would have *queued* behind decodes.
+
+# %%
+wb.show(wb.figures.cluster_timeline(runs[lab.APART], "Disaggregated: one reads, one writes"))
+
+# %% [markdown]
+# ### And the throughput?
+#
+# Sixteen short questions with longer answers, all at once: next to nothing to read. The prefill
+# worker is through with them in a moment. And then?
+
+# %%
+guess.predict(
+    "Disaggregated, so many output tokens a second, for each one of two engines",
+    key="throughput",
+    unit="tokens",
+)
+
+# %%
+crowd = plans.play(lab.many_answers(), [lab.ONE, lab.TWO, lab.APART])
+rates = {name: lab.Outcome.of(run).tokens_per_s for name, run in crowd.items()}
+for name, rate in rates.items():
+    busy = [sum(s.wall_s for s in w.steps) / crowd[name].serving.duration_s
+            for w in crowd[name].workers.values()]  # fmt: skip
+    shares = ", ".join(f"{each:.0%}" for each in busy)
+    print(f"{name:19} {rate:5.1f} tokens/s; its workers are busy for {shares}   measured")
+guess.compare("throughput", rates[lab.APART] / rates[lab.TWO], "tokens")
+
+# %% [markdown]
+# Half of your cores have nothing to do. This is the price, and no trick removes it: the split
+# computes the *same* tokens, on cores that may no longer help each other, holds the weights twice,
+# and adds a transfer. (Why is it not half of the rate? Writing waits for memory, which both cores
+# share: one that is alone gets more of it. On two GPUs, each with a memory of its own, it would be
+# half.) vLLM's documentation says it in capitals: "Disaggregated prefill DOES NOT improve
+# throughput." Then why does everybody build it? Because users do not buy tokens a second. They buy
+# an answer that begins soon *and* flows, and we shall see in section 7 where that pays.
+#
+# These were single runs. Here is the same comparison, longer, and in turns, as
+# `pdlab bench disaggregation` makes it:
+
+# %%
+recorded, overlaps, line = lab.recorded_bench()
+wb.show(wb.figures.plans_figure(recorded, line))
+
+# %% [markdown]
+# ## 2. What travels
+#
+# When the prompt is read, its K and V are on the wrong worker. They are copied: 2 (K and V) x
+# layers x KV heads x head_dim x bytes of an element, for each token. Nothing else has to travel,
+# but one token (the first, which the prefill worker has drawn) and the state of the sampler.
+
+# %%
+wb.glossary("KV transfer", "link", "push, pull", "layer-wise transfer", "reservation", "lease")
+
+# %%
+guess.predict(
+    "Qwen3-8B in bf16 has 36 layers, 8 KV heads of 128. K and V of one token:",
+    key="kib",
+    unit="KiB",
+)
+
+# %%
+label_of = lab.labels_of(runs[lab.APART])
+for t in runs[lab.APART].transfers:
+    print(
+        f"{label_of[t.request_id]:9} {t.num_tokens:4} tokens, {t.num_bytes:11,} bytes:"
+        f" {t.num_bytes / t.num_tokens / 1024:.0f} KiB a token   counted"
+    )
+print()
+for shape in lab.shapes(model):
+    kib = shape.bytes_per_token / 1024
+    gb = 4096 * shape.bytes_per_token / 1e9
+    print(f"{shape.name:29} {kib:5.0f} KiB a token, 4,096 tokens: {gb:5.2f} GB   by the formula")
+guess.compare("kib", lab.shapes(model)[2].bytes_per_token / 1024, "KiB", kind="counted")
+
+# %% [markdown]
+# The bytes are those of the formula, to the last one. And they are many: our smallest of models
+# moves 24 MB for a document of 512 tokens. (What the receiver has in its prefix cache stays at
+# home. And where the two sides keep K and V in different formats, the smaller one travels.)
+#
+# ### What a link costs
+#
+# Between two processes of one machine this takes some milliseconds. Between two machines there is a
+# **link**. Here is a pair with one of 1 Gb/s between, which is *simulated*: what arrives is held
+# back until such a link would have brought it. Everything else is real. Two ways to send:
+#
+# * **push**: the whole prompt, once it is computed.
+# * **stream**: each layer leaves as soon as it is computed, while the next one is being computed.
+#   Then the receiver must have promised room *before* the prompt is begun: a **reservation**.
+
+# %%
+from pdlab.disagg import LINKS
+
+ethernet = LINKS["1GbE"]
+num_bytes = lab.DOCUMENT_TOKENS * model.config.kv_bytes_per_token(4)
+print(f"{num_bytes / 1e6:.1f} MB take {ethernet.transfer_s(num_bytes) * 1e3:.0f} ms by bandwidth")
+guess.predict(
+    "Layer by layer hides so much of the time that the receiver waits",
+    ["less than half", "half to 90 %", "more than 90 %"],
+    key="hidden",
+)
+
+# %%
+slow = lab.SlowPair(model, ethernet)
+sent = slow.send()
+waits = {way: lab.waited_s(run) for way, run in sent.items()}
+for way, wait_s in waits.items():
+    print(
+        f"{way:6}: {wait_s * 1e3:5.0f} ms from the end of the prompt until the receiver goes on"
+        "   measured, link simulated"
+    )
+hidden = 1 - waits["stream"] / waits["push"]
+answer = "less than half" if hidden < 0.5 else "half to 90 %" if hidden < 0.9 else "more than 90 %"
+guess.compare("hidden", answer, note=f"To be exact: {hidden:.0%}.")
+
+# %%
+wb.TransferView(sent)
+
+# %% [markdown]
+# Time 0 is the end of the prompt's last step. Above, the sender's steps; each line below is a
+# parcel on its way; then the receiver's steps. With *push* the link sleeps while the prompt is
+# computed, and the receiver waits while the link works. With *stream* both happen at once, and what
+# is left is the last layer: it cannot leave before it is computed.
+#
+# So what counts is not how long the transfer takes, but how much of it is *left over*. If all layers
+# take the prompt's time T together, and the link needs b for each of L layers, the last one has
+# arrived b after T, as long as the link keeps up; and if it does not, it is the link that counts: T/L
+# + L b after the start. The formula for a document of 4,096 tokens, Qwen3-8B on an A100:
+
+# %%
+from pdlab.costmodel import StepShape, causal_pairs
+
+a100, _ = lab.devices("a100-80gb", "l4")
+shape = lab.shapes(model)[2]
+prefill_s = a100.step_s(StepShape(1, 4096, causal_pairs(0, 4096), 0, 0))
+print(f"prefill: at least {prefill_s * 1e3:.0f} ms (roofline); {shape.name}   predicted")
+print("link       all of it   layer by layer, left over")
+for each in lab.exposed(prefill_s, shape.config.num_layers, 4096 * shape.bytes_per_token):
+    print(
+        f"{each.link.name:9} {each.whole_s * 1e3:8.1f} ms {each.layered_s * 1e3:10.1f} ms"
+    )
+
+# %% [markdown]
+# Between 10 and 100 Gb/s lies the difference between "the network is the bottleneck" and "the
+# network is free". That is why production systems use RDMA networks and NVLink, and why DistServe,
+# where the network is slow, puts what has to exchange K and V into one node (Zhong et al. 2024,
+# section 4.2). What counts is the bytes of K and V per second of prefill. So longer prompts do not
+# make it worse, faster GPUs do, and GQA makes it better: a token of Llama-2-7B has 3.6 times the
+# bytes of one of Qwen3-8B.
+#
+# ## 3. When the receiver is full
+#
+# The decode worker of this pair has room for 576 tokens. Four prompts of 240 come at once, each
+# with 16 tokens to be written. Two fit. Where do the others wait?
+
+# %%
+guess.predict(
+    "With stream, the third prompt",
+    ["is computed, and then waits for room", "waits for room, and then is computed",
+     "is refused", "pushes another one out"],
+    key="room",
+)  # fmt: skip
+
+# %%
+full = slow.crowd()
+slow.close()
+print("                  begun  first token  then, until the second   measured, link simulated")
+for way, run in full.items():
+    for number, each in enumerate(lab.Room.of(run), start=1):
+        print(
+            f"{way:6} prompt {number} {each.queue_s:6.2f} s {each.ttft_s:8.2f} s"
+            f" {each.first_gap_s:13.2f} s"
+        )
+third = lab.Room.of(full["stream"])[2]
+first_room = third.queue_s > third.first_gap_s
+answer = "waits for room, and then is computed"
+guess.compare("room", answer if first_room else "is computed, and then waits for room")
+wb.show(wb.figures.cluster_timeline(full["stream"], "Layer by layer: room first"))
+
+# %% [markdown]
+# Nobody is refused, nothing overflows. The queue only stands in different places, and this is
+# **backpressure**: a full receiver makes the sender wait, not the memory burst.
+#
+# * *stream* promises room first. The third prompt is not begun until somebody has finished. Its
+#   reader waits for the first token, and the prefill worker idles.
+# * *push* computes it at once. Its reader sees the *first* token early, and then nothing: the
+#   second one waits for room. Meanwhile the K and V stay in the prefill worker's memory, which is
+#   the queue.
+#
+# Which is better? By TTFT, *push*. By what a reader feels, neither: the sum is about the same. A
+# benchmark that reports TTFT alone would never know. (SGLang has room allotted before the prefill.
+# DistServe lets the decode side pull when it can: the prefill side's memory is the queue, which its
+# authors want for bursts.)
+# Either way, memory at the prefill worker that nobody fetches would be lost for ever if its reader
+# had gone: so it is kept under a **lease**, which the router renews for as long as somebody cares.
+#
+# ## 4. kill -9
+#
+# One worker reads, two write. When each of four answers has six tokens, one of the two writers is
+# ended with SIGKILL: no farewell, its memory is gone, and so are the K and V of what it wrote. Two
+# answers take the best token, two are drawn at temperature 0.8.
+
+# %%
+wb.glossary("recompute", "failover", "exactly once")
+
+# %%
+guess.predict(
+    "How many tokens does a reader see twice?",
+    ["none", "the last one", "all six"],
+    key="twice",
+)
+
+# %%
+guess.predict(
+    "The dead worker's answers go on with",
+    ["the tokens they would have had anyway", "other tokens, as good as those",
+     "an error"],
+    key="tokens",
+)  # fmt: skip
+
+# %%
+expected = lab.undisturbed(model)  # one engine in this process, which nobody kills
+killed = lab.kill_one(model, "d0")
+for reader, output, where in zip(killed.readers, expected, killed.where, strict=True):
+    print(f"on {where}: …{reader.text!r:.75}")
+    same = reader.token_ids == output.token_ids
+    print(f"    {len(reader.token_ids)} tokens; the same as undisturbed: {same}   measured")
+same = all(r.token_ids == o.token_ids for r, o in zip(killed.readers, expected, strict=True))
+guess.compare("tokens", "the tokens they would have had anyway" if same else "other tokens")
+guess.compare("twice", "none" if same else "some", kind="counted")
+
+# %%
+wb.show(wb.figures.recovery_figure(killed.run))
+print(killed.failure.reason)
+for seconds in killed.recovery_s():
+    print(f"went on {seconds * 1e3:.0f} ms after the loss was noticed   measured")
+
+# %%
+wb.show(wb.figures.cluster_timeline(killed.run))
+
+# %% [markdown]
+# How is that possible? The router keeps nothing but *tokens*: the prompt, and what it has handed
+# on. That is enough. It sends both to the prefill worker as one longer prompt, K and V are computed
+# anew (and the beginning is often still in its prefix cache), and travel to the other writer. Three
+# things make it right:
+#
+# * **Handed on once.** A token counts when the router has it. What the dead worker had computed and
+#   not yet told is computed again, and nobody ever saw it.
+# * **The dice know their place.** Each draw depends on the seed and the *position*, not on how many
+#   were drawn before on this worker (lesson 06), so the same number falls again.
+# * **Arithmetic.** "The same tokens" needs the same logits. This run is in `exact` mode. In the
+#   fast mode a prompt that is read at once and one that was written token by token differ in the
+#   last bits, and a near tie may fall to the other side: still a good answer, but another one.
+#
+# What is *not* possible: to hide the gap. The reader waits for the recomputation, and everybody
+# else shares what is left of the machine.
+#
+# Now you. *Start* takes some seconds; then answers are written without end, and each worker has a
+# button that ends its process. (The same in large, for a classroom:
+# [demos/pd_live.ipynb](demos/pd_live.ipynb).)
+
+# %%
+wb.LiveCluster(model)
+
+# %% [markdown]
+# ## 5. How many of each?
+#
+# Real clusters have many workers: 3P5D means three that read and five that write. A side keeps up
+# as long as its workers together have more seconds than the requests need of it. The most gets
+# through when both sides are equally busy.
+
+# %%
+wb.glossary("xPyD", "P:D ratio", "cost model", "role switch", "goodput", "SLO")
+
+# %%
+requests = lab.mixed_requests()
+prompt, output = lab.mean_lengths(requests)
+print(f"workload `mixed`: on average {prompt:.0f} tokens of prompt, {output:.0f} to be written")
+guess.predict("Of 8 workers like your two, so many should read", key="ratio", unit="workers")
+
+# %% [markdown]
+# First by a cost model alone: step times that were recorded elsewhere, with two threads. Then
+# **corrected** by measurement: how long the steps of a run on *your* pair took, beside how long
+# they should have taken.
+
+# %%
+rehearsal = plans.rehearse()
+by_model = lab.planned(requests, lab.RECORDED, 8)
+by_clock = lab.planned(requests, lab.RECORDED, 8, run=rehearsal)
+for name, plan in (("cost model alone", by_model), ("corrected by measurement", by_clock)):
+    print(
+        f"{name:25} a request needs {plan.need.prefill_s:.2f} s of reading and"
+        f" {plan.need.decode_s:.2f} s of writing: {plan.best}"
+    )
+guess.compare("ratio", by_clock.best.num_prefill, "workers", kind="predicted")
+
+# %% [markdown]
+# The two sides need not be wrong by the same factor. Reading is arithmetic, and half of the cores
+# do half as much of it. Writing waits for memory, and one core often gets nearly as much out of
+# memory as two. So the correction moves the *ratio*, not only the rate. (Dynamo's planner did
+# something like it, with TTFT and ITL for step times: its "correction factors", documented up to
+# version 1.1.)
+#
+# Is the division right? To try eight workers for real we would need eight cores. The **simulator**
+# has them.
+
+# %%
+twin = lab.Twin.of(plans)
+for name, times in twin.times.items():
+    print(f"{name}: {times.basis}, half of them within {times.median_error:.0%}")
+capacity = lab.simulated_capacity(twin, requests, by_clock.options)
+print("       carries, predicted    simulated, all 100 at once")
+for each, rate in zip(by_clock.options, capacity, strict=True):
+    mark = " <-" if each == by_clock.best else ""
+    print(f"{each} {each.capacity_rps:13.2f} requests/s {rate:13.2f} requests/s{mark}")
+
+# %% [markdown]
+# (Simulated is less, where not all can be busy: at the beginning nobody writes, and at the end
+# nobody reads. And a batch of decodes is cheaper the fuller it is.) The ratio is where most
+# disappointed benchmarks go wrong: with 1P1D, and answers that take far longer than prompts, one GPU
+# idles. To be level with chunked prefill, "the prefill workload v.s. decode workload should be
+# roughly 1:1 (in terms of runtime)", wrote the author of vLLM's first disaggregation to somebody who
+# had measured 1P1D with 1,024 tokens in and 50 out (vLLM issue 11345).
+#
+# ### Short prompts need not travel
+#
+# A question of 20 tokens is read in one short step. Is it worth a journey? **Conditional
+# disaggregation** reads short prompts where they will be written (`local_prefill_tokens`), and only
+# long ones elsewhere. On 1P1D, with the workload `mixed`:
+
+# %%
+print("read where it is written     travel   TTFT of a chat  of a document   ITL p99   simulated")
+for each in lab.conditional(twin, (0, 32, 64, 128, 2000)):
+    rule = f"up to {each.most_tokens} tokens" if each.most_tokens else "never"
+    print(
+        f"{rule:25} {each.num_moved:3} of {each.num_requests} {each.chat_ttft_s:12.2f} s"
+        f" {each.document_ttft_s:12.2f} s {each.gap_p99_s * 1e3:11.0f} ms"
+    )
+
+# %% [markdown]
+# A little of it relieves the prefill worker: chats need not queue behind documents any more, and a
+# short prompt in a decode step is hardly felt. Too much of it, and we are back at one engine that
+# does everything, beside one that does nothing.
+#
+# ### Roles that follow the load
+#
+# No division is right all day. Documents in the morning, chats in the evening: a worker is a whole
+# engine, so it can change sides. What it has begun, it brings to its end; a **role** only says what
+# it is *sent*. The controller gives a worker of the idle side to the side that is behind.
+
+# %%
+tide = lab.tide(twin)
+slo = lab.tide_slo(twin)
+guess.predict(
+    "Most requests are in time with",
+    ["1P3D all the time", "2P2D all the time", "3P1D all the time", "roles that follow the load"],
+    key="tide",
+)
+
+# %%
+followed = {
+    "1P3D all the time": lab.follow(twin, tide, 1, 3),
+    "2P2D all the time": lab.follow(twin, tide, 2, 2),
+    "3P1D all the time": lab.follow(twin, tide, 3, 1),
+    "roles that follow the load": lab.follow(twin, tide, 2, 2, lab.CONTROL),
+}
+shares = {name: each.in_time(slo) for name, each in followed.items()}
+for name, share in shares.items():
+    print(f"{name:27} {share:4.0%} in time   simulated")
+for switch in followed["roles that follow the load"].switches:
+    print(f"  {switch.time_s:5.1f} s: {switch.worker} is to {switch.role}; {switch.reason}")
+guess.compare("tide", max(shares, key=shares.get), kind="simulated")
+
+# %% [markdown]
+# ## 6. The simulator beside two real processes
+#
+# Everything from here on is simulated, so: is it right? The simulator has the *real* router and the
+# *real* schedulers. What it makes up is how long steps, links and messages take. Its step times
+# were fitted to your pair's steps in *other* runs; those of the scene it has never seen.
+
+# %%
+simulated = twin.run(scene)
+print("                         measured  simulated  ratio")
+for pair in lab.compared(runs[lab.APART], simulated):
+    print(f"{pair.name:23} {pair.measured_s:8.3f} s {pair.simulated_s:8.3f} s  {pair.ratio:5.2f}")
+twins = {"measured": runs[lab.APART], "simulated": simulated}
+title = "Disaggregated: two processes, and their twin in numbers"
+wb.show(wb.figures.token_rows(twins, lab.LABELS, title))
+plans.close()
+
+# %% [markdown]
+# Off by more than a seventh? Your machine did other things, too, and a single run carries the noise
+# of its own minute; or the two cores slow each other down more in one run than in another, for they
+# share the memory. (`measure_cluster_agreement` in `pdlab.bench` does it with care.)
+#
+# ## 7. Who wins where
+#
+# Now machines that you do not have: four A100s of 80 GB with OPT-13B, by fits of step times that
+# DistServe's authors published; conversations made up with the lengths and the gaps of a public
+# trace (Azure 2023); 100 Gb/s between any two. Three ways to use them:
+#
+# * **aggregated**: four whole engines, each prompt in one step, before the decodes, as vLLM did at
+#   first.
+# * **chunked**: four whole engines, chunks of prompts beside decodes (Sarathi-Serve).
+# * **disaggregated**: 1P3D, 2P2D or 3P1D, whichever is best.
+#
+# Which one *wins* depends on what you promise. So promise everything: for each pair of limits, on
+# the first token and on the pace, the map has the most requests a second and device of which 9 of
+# 10 keep both. The chunk size, and the ratio, are chosen anew for each tile.
+
+# %%
+guess.predict(
+    "Disaggregation wins where",
+    ["the first token must come soon, and the pace may be slow",
+     "the pace must be quick, and the first token may take its time",
+     "both must be quick", "everywhere"],
+    key="map",
+)  # fmt: skip
+
+# %%
+found = wb.WinMap()
+guess.compare("map", lab.corner(found.shown, "disaggregated"), kind="simulated")
+found
+
+# %% [markdown]
+# Move over the tiles: each says what every way gets, and which cluster of it. There is no winner,
+# there is a *map*. TaiChi (Wang et al. 2025) finds the same: aggregation wins where the first token
+# is urgent and the pace is not, disaggregation where the pace is urgent and the first token is not,
+# and between them "neither approach can deliver optimal goodput". Then press *compute* for other
+# traffic (code completion: long prompts, short outputs), or for a slow link.
+#
+# ### Claims, tested
+#
+# Much of what is written about disaggregation is true *somewhere*. Look each one up on the map.
+
+# %%
+print("goodput, requests a second and device      aggregated   chunked  disaggregated   simulated")
+rows = {
+    "“it raises throughput” (wide limits)": (5.0, 0.25),
+    "“it always improves TTFT”": (0.25, 0.25),
+    "“it keeps the pace”": (5.0, 0.03),
+    "“merged serving cannot work”": (1.0, 0.1),
+}
+for text, limits in rows.items():
+    values = [lab.goodput_at(found.shown, mode, *limits) for mode in found.shown["modes"]]
+    ttft_s, tpot_s = limits
+    cells = "".join(f"{value:11.2f}" for value in values)
+    print(f"{text:38} {ttft_s:4.2f} s, {tpot_s * 1e3:3.0f} ms{cells}")
+
+# %% [markdown]
+# * *"It raises throughput."* With limits so wide that they hardly count, all devices may do
+#   everything, and the split leaves some idle while others have the work. DistServe's famous "up to
+#   7.4x more requests" is **goodput** per GPU within tight limits, at its best, over a system with
+#   another kind of chunked prefill (DeepSpeed-MII); over the vLLM of its day it was 2.0 to 5.7 times
+#   (section 6.2).
+# * *"It always improves TTFT."* Only a part of the devices reads prompts. Where they come quickly,
+#   they queue there. It improves TTFT where prompts would have waited behind decodes.
+# * *"It keeps the pace."* Yes. This is what it is for.
+# * *"Merged serving cannot work."* At moderate limits chunked prefill is as good or better.
+# * *"It cures the memory explosion."* It holds the weights *twice*. Paging, GQA and quantization
+#   save memory (lessons 03 and 04).
+#
+# What is not modelled here: the fits are of one engine, mixed steps are composed by us from its
+# prefill and decode times, and OPT-13B without GQA has 800 KiB of K and V a token. Take the shape
+# of the map, not its third digit.
+#
+# ### All of it on one page
+#
+# Your machine again, and all knobs at once: how many read, chunks on either side, the link, the
+# rate, the limits. Each move is simulated at once, for all three ways, with the step times of your
+# machine as they were recorded for this model; *run it for real* puts processes beside it.
+
+# %%
+wb.PDLab(model)
+
+# %% [markdown]
+# ## 8. Write on something cheaper?
+#
+# Reading needs arithmetic, writing needs memory bandwidth. So why not read on an expensive GPU and
+# write on a cheap one, or on a CPU, or on the user's own laptop? Qwen3-8B, 1,024 tokens of prompt
+# and 256 of output, as in all the articles; rooflines of published ceilings, so nothing real is
+# faster than this.
+
+# %%
+formats = {147456: "bf16", 73728: "int8", 524288: "bf16 without GQA (as Llama-2-7B)"}
+guess.predict(
+    "Read on an H100, write on an L4: the link must have at least so much, for bf16",
+    ["100 Mb/s", "1 Gb/s", "10 Gb/s", "100 Gb/s"],
+    key="link",
+)
+
+# %%
+l4 = lab.decode_elsewhere("h100-sxm", "l4", list(formats))
+wb.show(wb.figures.break_even_figure(l4, formats, "Read on an H100, write on an L4"))
+least = l4.least_bandwidth_bytes_s[147456] * 8
+known = {"100 Mb/s": 1e8, "1 Gb/s": 1e9, "10 Gb/s": 1e10, "100 Gb/s": 1e11}
+note = f"To be exact: {least / 1e9:.2f} Gb/s."
+guess.compare("link", lab.nearest(known, least), kind="predicted", note=note)
+
+# %%
+print("write on        pays from    first token      to the last token         H100's second")
+print("                this link    split   alone    split   alone    H100   costs at least")
+for name in ("a100-80gb", "rtx-3090", "l4", "epyc-7763"):
+    e = lab.decode_elsewhere("h100-sxm", name, [147456], [1.25e9])
+    split = e.points[0].split
+    print(
+        f"{name:10} {e.least_bandwidth_bytes_s[147456] * 8 / 1e9:9.1f} Gb/s"
+        f" {split.ttft_s:8.2f} s {e.slow.ttft_s:5.2f} s {split.e2e_s:6.2f} s {e.slow.e2e_s:5.2f} s"
+        f" {e.fast.e2e_s:5.2f} s {e.least_price:9.1f} times"
+    )
+print("read on an H100; 10 Gb/s between; one request at a time   predicted by rooflines")
+
+# %% [markdown]
+# (The CPU computes in fp32, for its published peak knows no other.) Two questions, and they are
+# often mixed up:
+#
+# * **Against the slow device alone**, the split pays as soon as the link brings K and V sooner than
+#   the slow device could have computed them. What is won is at most that: the *first token*. To the
+#   last one it is hardly sooner, for nearly all of the time goes to writing, and the slow memory
+#   writes as slowly as before.
+# * **Against the fast one alone**, the split makes no request faster, ever. It can only make it
+#   *cheaper*: if a second of the fast device costs more than so many seconds of the slow one as the
+#   last column says. That is about the ratio of the two memory bandwidths, whatever the batch, as
+#   long as both wait for memory. An A100 beside an H100: plausible, and Splitwise proposes it. A CPU: it would have to be nearly free.
+#
+# So "decode belongs on the CPU, or at the edge" is mostly unsound; sound cases are older GPUs
+# (Splitwise, Patel et al. 2024), and parts of attention on the host's CPU when GPU memory is short
+# (NEO, Jiang et al. 2025).
+#
+# ## Exercises
+#
+# They run on recorded step times (this model on two cores), so that they have the same answer
+# everywhere.
+#
+# **1. Seconds on the wire.** How long do K and V of a prompt take, as a whole, on a link? `config`
+# has `num_layers`, `num_kv_heads` and `head_dim`; `link` has `bandwidth_bytes_s` and `latency_s`.
+
+
+# %%
+def wire_s(config, num_tokens, bytes_per_element, link):
+    # BEGIN SOLUTION
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_per_element
+    return num_tokens * per_token / link.bandwidth_bytes_s + link.latency_s
+    # END SOLUTION
+
+
+# %%
+@wb.check("seconds on the wire")
+def wire_check():
+    from pdlab.disagg import LINKS, Link
+    from pdlab.models.catalog import SHAPES
+
+    qwen = SHAPES["qwen3-8b"]
+    one = wire_s(qwen, 1, 2, Link(144 * 1024, 0.0))
+    assert abs(one - 1) < 1e-6, f"one token is 144 KiB: 1 s at 144 KiB/s; you returned {one} s"
+    late = wire_s(qwen, 1, 2, Link(144 * 1024, 0.5))
+    assert abs(late - 1.5) < 1e-6, "the last byte arrives a latency after it has left"
+    for name in ("1GbE", "100GbE", "NVLink4"):
+        print(f"Qwen3-8B, 4,096 tokens, {name:8} {wire_s(qwen, 4096, 2, LINKS[name]):8.4f} s")
+
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_per_element
+# return num_tokens * per_token / link.bandwidth_bytes_s + link.latency_s
+# ```
+#
+# K *and* V, and the KV heads, not the query heads: with the 32 query heads of Qwen3-8B it would be
+# four times as much.
+#
+# </details>
+
+# %% [markdown]
+# **2. What is left over.** A prefill takes `prefill_s`, its `num_layers` layers evenly. The link
+# carries one layer after the other, `layer_s` seconds each. How long after the end of the prefill
+# has the last layer arrived, if each leaves as soon as it is computed?
+
+
+# %%
+def left_over_s(prefill_s, num_layers, layer_s):
+    # BEGIN SOLUTION
+    link_waits = prefill_s + layer_s
+    layers_wait = prefill_s / num_layers + num_layers * layer_s
+    return max(link_waits, layers_wait) - prefill_s
+    # END SOLUTION
+
+
+# %%
+@wb.check("what is left over")
+def left_over_check():
+    from pdlab.disagg import Link
+    from pdlab.workbench import disagg_experiments as lab
+
+    yours = left_over_s(1.0, 10, 0.05)
+    hint = "a link that keeps up has only the last layer left"
+    assert abs(yours - 0.05) < 1e-9, f"10 layers in 1 s, 0.05 s each: {hint}, 0.05 s, not {yours}"
+    yours = left_over_s(1.0, 10, 0.2)
+    hint = "layers queue: the first leaves at 0.1 s, ten take 2 s, so the last is there at 2.1 s"
+    assert abs(yours - 1.1) < 1e-9, f"{hint}: 1.1 s are left, not {yours}"
+    for bandwidth in (1e6, 1e7, 1e8):
+        link = Link(bandwidth, name=f"{bandwidth / 1e6:.0f} MB/s")
+        simulated = lab.recorded_wait_s(400, link, 30, 46080)
+        mine = left_over_s(lab.recorded_prefill_s(400), 30, 400 * 46080 / 30 / bandwidth)
+        print(f"{link.name:9} yours {mine:7.3f} s, simulated {simulated:7.3f} s")
+        assert abs(mine / simulated - 1) < 0.05, "the simulator says otherwise"
+
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# link_waits = prefill_s + layer_s
+# layers_wait = prefill_s / num_layers + num_layers * layer_s
+# return max(link_waits, layers_wait) - prefill_s
+# ```
+#
+# Either the link waits for every layer, or every layer but the first waits for the link.
+#
+# </details>
+
+# %% [markdown]
+# **3. How many read?** A request needs `prefill_s` of a worker that reads and `decode_s` of one
+# that writes. Of `num_workers` workers, how many should read? At least one on each side; of two
+# divisions that carry the same, take that with fewer to read.
+
+
+# %%
+def num_readers(prefill_s, decode_s, num_workers):
+    # BEGIN SOLUTION
+    def carries(x):
+        return min(x / prefill_s, (num_workers - x) / decode_s)
+
+    return max(range(1, num_workers), key=lambda x: (carries(x), -x))
+    # END SOLUTION
+
+
+# %%
+@wb.check("how many read")
+def readers_check():
+    from pdlab.workbench import disagg_experiments as lab
+
+    for prefill_s, decode_s, n in ((1, 1, 8), (1, 3, 8), (2, 1, 3), (0.2, 5, 4), (5, 0.2, 4)):
+        yours, best = num_readers(prefill_s, decode_s, n), lab.best_split(prefill_s, decode_s, n)
+        rate = min(best / prefill_s, (n - best) / decode_s)
+        hint = f"{prefill_s} s and {decode_s} s, {n} workers: {best} read, for {rate:.2f} a second"
+        assert yours == best, f"{hint}; you returned {yours}"
+    print("and the rounding costs:")
+    for n in (2, 4, 8, 64):
+        x = num_readers(1, 2.6, n)
+        rate = min(x / 1, (n - x) / 2.6) / n
+        print(f"{n:3} workers: {x}P{n - x}D, {rate:.3f} a second and worker")
+
+
+# %% [markdown]
+# <details><summary>Solution</summary>
+#
+# ```python
+# def carries(x):
+#     return min(x / prefill_s, (num_workers - x) / decode_s)
+#
+# return max(range(1, num_workers), key=lambda x: (carries(x), -x))
+# ```
+#
+# With two workers there is no choice, and most of one may be idle; with 64 the rounding costs
+# nothing. Disaggregation is a thing for large clusters: "the two pools scale independently" is
+# worth something only where there is something to divide.
+#
+# </details>
+
+# %% [markdown]
+# ## What production systems do
+#
+# * **DistServe** (Zhong et al. 2024, OSDI) made the case: prefill and decode on different GPUs, each
+#   side with its own parallelism, chosen for goodput per GPU by a simulator that is off by less than
+#   2% (section 6.4): "7.4x more requests or 12.6x tighter SLO", each at its best. Decode *pulls*.
+# * **Splitwise** (Patel et al. 2024, ISCA) simulates clusters of one kind of machine and of two, such
+#   as H100s that read and A100s that write: "up to 1.4x higher throughput at 20% lower cost", and
+#   for that mixed kind 1.18x at 10% lower cost (section 6.2). K and V leave layer by layer for long
+#   prompts, at once for short ones, and there is a mixed pool for the tides. If a machine fails, its
+#   requests are begun anew.
+# * **Mooncake** (Qin et al. 2025, FAST), behind Kimi: prefill and decode clusters around a store of
+#   K and V in the CPU memory and SSDs of all machines; "59%~498%" more requests within limits.
+#   Layer-wise prefill, and requests that are turned away *early*, before a prefill is wasted on
+#   somebody for whom there will be no room, are in its report (arXiv 2407.00079). Its transfer
+#   engine is a library that vLLM, SGLang and TensorRT-LLM use.
+# * **DeepSeek** (*V3/R1 Inference System Overview*, 2025) reads on units of 4 nodes with 32-way expert
+#   parallelism, and writes on units of 18 with 144-way: perhaps the strongest reason of all, that the
+#   best layout of a model differs between the phases.
+# * **vLLM**: connectors (`--kv-transfer-config`); with `NixlConnector` the decode side reads blocks
+#   from the prefill side's memory, which are kept under a lease of 30 s that heartbeats renew
+#   (*NixlConnector Usage Guide*). `kv_load_failure_policy`, a cousin of our `on_failure`, is `fail`
+#   by default: `recompute` would prefill on the decode worker. Block sizes may differ (if the
+#   prefill side's is smaller), tensor parallelism, too; K and V's dtype may not (*Compatibility*).
+# * **SGLang**: `--disaggregation-mode prefill` and `decode`, with Mooncake or NIXL. The decode
+#   server allots K and V first, and the request waits in a *PreallocQueue* until it can
+#   (*disaggregation/decode.py*): room first, as our `stream`, but sent a chunk of the prompt at a
+#   time. A prefill server is taken for dead after 2 health checks in a row, 5 s apart, have failed.
+# * **Dynamo** (NVIDIA) routes for vLLM, SGLang and TensorRT-LLM. *Conditional disaggregation*
+#   (experimental) serves a prompt of which little is left to compute, and most is cached, on the
+#   decode worker; our `local_prefill_tokens` is the first condition alone. Its planner can scale the
+#   two pools to meet targets of TTFT and ITL. Its *request migration* carries tokens that were
+#   already sent to another worker, as in section 4; it is off unless `--migration-limit` is set.
+# * **TaiChi** (Wang et al. 2025): workers that lean to either side, with chunks of different sizes,
+#   for the limits between.
+#
+# **Next:** why a decode step is slow at all, and what kernels and smaller weights do about it.

@@ -1,0 +1,97 @@
+"""Four chats and a document: the scene that each plan plays, and what its people notice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from pdlab.bench.disaggregation import Overlap, PlanFigures
+from pdlab.disagg.serving import ClusterRun
+from pdlab.shipped import shipped
+from pdlab.workload import TraceRequest
+
+CHAT, DOCUMENT = "chat", "document"
+CHATS, CHAT_TOKENS, DOCUMENT_TOKENS, DOCUMENT_AFTER = 4, 32, 512, 8
+"""Chats, tokens that each writes, tokens of the document, and after how many steps it comes."""
+LABELS = [*(f"{CHAT} {i + 1}" for i in range(CHATS)), DOCUMENT]
+
+
+def scene(step_s: float) -> list[TraceRequest]:
+    """Four chats, and a document of which only a few words are to be written.
+
+    Args:
+        step_s: seconds of a decode step; the document's arrival is counted in them, so that the
+            story is the same on a slow machine and on a fast one.
+    """
+    chats = [TraceRequest(0.0, 24, CHAT_TOKENS) for _ in range(CHATS)]
+    return [*chats, TraceRequest(DOCUMENT_AFTER * step_s, DOCUMENT_TOKENS, 4)]
+
+
+def many_answers() -> list[TraceRequest]:
+    """Sixteen short questions at once: next to nothing to prefill, and all the rest is decode."""
+    return [TraceRequest(0.0, 16, 24) for _ in range(16)]
+
+
+class Outcome(NamedTuple):
+    """What the people in the scene notice."""
+
+    chat_p50_s: float
+    """Between two tokens of a chat."""
+    chat_p99_s: float
+    chat_gap_s: float
+    """The longest."""
+    document_ttft_s: float | None
+    """None where there is none."""
+    tokens_per_s: float
+    """Output tokens, of all, from the first arrival to the end."""
+
+    @classmethod
+    def of(cls, run: ClusterRun) -> Outcome:
+        """Of a run in which long outputs are chats."""
+        gaps = np.concatenate(
+            [r.metrics.itl_s for r in run.requests if r.metrics.num_output_tokens >= 16]
+        )
+        documents = [r for r in run.requests if r.metrics.num_prompt_tokens >= DOCUMENT_TOKENS]
+        tokens = sum(r.metrics.num_output_tokens for r in run.requests)
+        p50, p99 = np.percentile(gaps, (50, 99)).tolist()
+        return cls(
+            p50,
+            p99,
+            float(gaps.max()),
+            documents[0].metrics.ttft_s if documents else None,
+            tokens / run.serving.duration_s,
+        )
+
+
+def labels_of(run: ClusterRun) -> dict[str, str]:
+    """What the scene calls each request, by its id; they are numbered as they came.
+
+    Raises:
+        ValueError: the run has another number of requests.
+    """
+    ids = [request.request_id for request in run.requests]
+    if len(ids) != len(LABELS):
+        raise ValueError(f"run has {len(ids)} requests, the scene has {len(LABELS)}")
+    return dict(zip(ids, LABELS, strict=True))
+
+
+def recorded_bench(
+    path: Path | None = None,
+) -> tuple[list[PlanFigures], list[Overlap], str]:
+    """What `pdlab bench disaggregation --save` wrote: plans, overlaps, and what they rest on.
+
+    Args:
+        path: None for the file that pdlab ships.
+    """
+    path = path or shipped("data") / "measured" / "disaggregation.json"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    spread = ("itl_p50_s", "itl_p99_s", "ttft_p50_s", "tokens_per_s")
+    plans = [PlanFigures(**p | {key: tuple(p[key]) for key in spread}) for p in raw["plans"]]
+    waits = ("push_wait_s", "stream_wait_s")
+    overlaps = [Overlap(**o | {key: tuple(o[key]) for key in waits}) for o in raw["overlaps"]]
+    machine = raw["machine"]
+    line = f"recorded: {raw['model']} on {machine['processor']}, {str(machine['date'])[:10]}"
+    return plans, overlaps, f"{line}; {raw['repeats']} turns each"
