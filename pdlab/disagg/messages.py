@@ -196,6 +196,7 @@ class Held:
 
     request_id: str
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True)

@@ -36,21 +36,24 @@ class Outgoing:
     """Layers of the step under way that have left."""
     is_broken: bool = False
     """Whether the step under way has sent some of its layers and not all."""
-    old_id: str = ""
-    """The transfer before, given up as soon as the receiver can tell that there is another one."""
 
 
 @dataclass(eq=False)
 class PrefillWorker(Half):
-    """Computes prompts on an engine, keeps their K and V under a lease, and sends them."""
+    """Computes prompts on an engine, keeps their K and V under a lease, and sends them.
+
+    It queues K and V only for who has promised room for them, those of each request at most once,
+    and takes them back as it forgets the request: so what waits to be sent is never more than what
+    its requests have in its cache.
+    """
 
     layers_per_parcel: int = field(default=1, kw_only=True)
     """Layers that leave together, of those that leave as they are computed."""
     outgoing: dict[str, Outgoing] = field(default_factory=dict, init=False)
     leases: dict[str, float] = field(default_factory=dict, init=False)
     """When the lease of each held request ends, on `clock`."""
-    _published: dict[str, str] = field(default_factory=dict, init=False)
-    """Transfer ids, by request id."""
+    _transfers: dict[str, list[str]] = field(default_factory=dict, init=False)
+    """Those of each request that were not withdrawn, the newest last."""
     _num_transfers: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -79,7 +82,20 @@ class PrefillWorker(Half):
 
     def _new_transfer(self, request_id: str) -> str:
         self._num_transfers += 1
-        return transfer_name(request_id, self.name, self._num_transfers)
+        transfer_id = transfer_name(request_id, self.name, self._num_transfers)
+        self._transfers.setdefault(request_id, []).append(transfer_id)
+        return transfer_id
+
+    def _withdraw_old(self, request_id: str) -> None:
+        """Give up all transfers of a request but the newest.
+
+        Of pushes: once something of the newest has left, by which the receiver can tell that the
+        others are late, and that nothing is missing.
+        """
+        *old, newest = self._transfers[request_id]
+        self._transfers[request_id] = [newest]
+        for transfer_id in old:
+            self.transport.withdraw(transfer_id)
 
     # --- sending --------------------------------------------------------------------------------
 
@@ -108,7 +124,6 @@ class PrefillWorker(Half):
         """What was sent before is computed again after a preemption, or a step that failed."""
         out.num_packed_layers = 0
         if out.num_sent > max(start, out.route.num_cached_tokens) or out.is_broken:
-            out.old_id = out.old_id or out.transfer_id
             out.transfer_id = self._new_transfer(request_of(out.transfer_id))
             out.num_sent = out.route.num_cached_tokens
         out.is_broken = True
@@ -118,9 +133,7 @@ class PrefillWorker(Half):
         payload = self.engine.pack_kv(request_id, layers, tokens, out.wire)
         parcel = make_parcel(out.transfer_id, layers, tokens, payload, is_last=is_last)
         self.transport.send(out.route.address, parcel)
-        if out.old_id:
-            self.transport.withdraw(out.old_id)
-            out.old_id = ""
+        self._withdraw_old(request_id)
 
     def send(self, request_id: str, route: Route) -> None:
         """Push all of a held request's K and V that the receiver lacks.
@@ -130,6 +143,7 @@ class PrefillWorker(Half):
         """
         for parcel in self._parcels(request_id, route, self._new_transfer(request_id)):
             self.transport.send(route.address, parcel)
+            self._withdraw_old(request_id)
 
     def publish(self, request_id: str, route: Route) -> Published:
         """Let the receiver fetch them.
@@ -137,9 +151,8 @@ class PrefillWorker(Half):
         Raises:
             ValueError: the layouts do not go together.
         """
-        if before := self._published.pop(request_id, None):
-            self.transport.withdraw(before)
-        transfer_id = self._published[request_id] = self._new_transfer(request_id)
+        transfer_id = self._new_transfer(request_id)
+        self._withdraw_old(request_id)
         parcels = list(self._parcels(request_id, route, transfer_id))
         return Published(request_id, self.transport.publish(transfer_id, parcels))
 
@@ -173,9 +186,8 @@ class PrefillWorker(Half):
 
     def forget(self, request_id: str) -> None:
         """Give up what this half keeps of a request; one that is held, gives its blocks back."""
-        if out := self.outgoing.pop(request_id, None):
-            self.transport.withdraw(out.old_id or out.transfer_id)
-        if transfer_id := self._published.pop(request_id, None):
+        self.outgoing.pop(request_id, None)
+        for transfer_id in self._transfers.pop(request_id, []):
             self.transport.withdraw(transfer_id)
         if self.leases.pop(request_id, None) is not None:
             self.engine.let_go(request_id)

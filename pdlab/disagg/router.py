@@ -396,6 +396,7 @@ class Router:
     def _on_held(self, job: Job, event: Held) -> None:
         job.is_held = True
         job.prompt_logprobs |= event.prompt_logprobs
+        job.metrics.num_preemptions += event.num_preemptions
         assert job.prefill_on is not None
         self.placement.note(self.peers[job.prefill_on], job.sent_state)
         if self.config.transfer == "stream":

@@ -227,7 +227,8 @@ class Worker:
             elif sample.sequence.state is SequenceState.HELD:
                 del self._told[request_id]
                 self.prefill.note_held(request_id)
-                yield Held(request_id, request.prompt_logprobs)
+                num_preemptions = sample.metrics.num_preemptions
+                yield Held(request_id, request.prompt_logprobs, num_preemptions)
 
     def _collect(self, request_id: str) -> Ended:
         """Take a request that is over out of the engine."""

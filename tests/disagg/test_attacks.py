@@ -47,7 +47,7 @@ def check_all_idle(cluster: Cluster) -> None:
         worker = host.worker  # type: ignore[attr-defined]
         assert not worker.is_waiting
         assert not worker.prefill.outgoing
-        assert not worker.prefill._published
+        assert not worker.prefill._transfers
         assert not worker.transport._outgoing
         assert not worker.transport._published
         assert not worker.transport._fetches

@@ -5,8 +5,10 @@ mean. `CarriedTransport` gives them meaning:
 
     parcel      here is a parcel; with an index, it is one that was fetched
     fetch       send me these of your published parcels
-    stop        I no longer want them
+    stop        I no longer want any of this transfer
     withdrawn   no more will come of this transfer
+
+What is queued here is bounded by who sends: see `pdlab.disagg.prefill_worker`.
 """
 
 from __future__ import annotations
@@ -141,16 +143,17 @@ class CarriedTransport(Transport):
     def withdraw(self, transfer_id: str) -> None:
         with self._lock:
             self._published.pop(transfer_id, None)
-            self._incoming.pop(transfer_id, None)
-            fetch = self._fetches.pop(transfer_id, None)
+            source = self._incoming.pop(transfer_id, None)
+            if fetch := self._fetches.pop(transfer_id, None):
+                source = fetch.source
             receiver = self._outgoing.pop(transfer_id, None)
         self._mailbox.withdraw(transfer_id)
         receivers = set(self._carrier.drop(transfer_id))
         if receiver is not None:
             receivers.add(receiver)
-        if fetch is not None:
-            receivers.discard(fetch.source)
-            self._carrier.post(fetch.source, Frame("stop", transfer_id))
+        if source is not None:
+            receivers.discard(source)
+            self._carrier.post(source, Frame("stop", transfer_id))
         for peer in receivers:
             self._carrier.post(peer, Frame("withdrawn", transfer_id))
 
