@@ -224,6 +224,18 @@ def test_who_is_lost_is_made_up_for():
     assert run.transfers[1].num_tokens == 4 + len(before), "its output is computed as a prompt"
 
 
+@pytest.mark.parametrize("num_tokens", [4, 7, 8, 12])
+def test_a_prompt_that_is_cached_but_for_its_last_token_travels_whole(num_tokens):
+    """Begun again after one token, it costs the prompt's worker as much as a decode."""
+    workers = {"p": spec("prefill"), "d0": spec("decode"), "d1": spec("decode")}
+    run = simulate_cluster([TraceRequest(0, num_tokens, 9)], workers, kills=[(1.5, "d0")])
+    assert [(t.target, t.num_tokens) for t in run.transfers] == [
+        ("d0", num_tokens),
+        ("d1", num_tokens + 1),
+    ]
+    assert run.requests[0].metrics.num_output_tokens == 9
+
+
 def test_who_waits_for_the_link_waits_behind_others():
     workers = pair(link=Link(8))
     coming = [TraceRequest(0, 4, 2), TraceRequest(0, 4, 2)]

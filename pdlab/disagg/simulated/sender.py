@@ -95,6 +95,11 @@ class SimulatedSender:
 
     # --- layer by layer -------------------------------------------------------------------------
 
+    @property
+    def is_streaming(self) -> bool:
+        """Whether there is a request whose layers leave as they are computed."""
+        return bool(self._outgoing)
+
     def stream(self, request_id: str, route: Route, num_tokens: int) -> None:
         """From now on, a request's layers leave as they are computed.
 

@@ -66,10 +66,11 @@ class _Engine(SimulatedEngine):
     """One that may be asked what it is doing."""
 
     def computed(self) -> list[tuple[str, int, int]]:
-        """Known tokens that the step under way computes: of which request, from, to."""
-        if self._plan is None or not self._plan.shape.num_prompts:
-            return []
-        parts = self._plan.batch.scheduled[self._plan.shape.num_decodes :]
+        """Known tokens that the step under way computes: of which request, from, to.
+
+        Decodes are among them: a prompt that is cached but for its last token costs as much as one.
+        """
+        parts = self._plan.batch.scheduled if self._plan else []
         return [(part.sequence.request_id, part.start, part.end) for part in parts]
 
     def drawn(self, now_s: float) -> tuple[list[str], list[float]]:
@@ -159,7 +160,9 @@ class SimulatedWorker:
             tells = self._events or self.start_s > now_s
             self.end_s = self.start_s if tells else None
             return self.end_s
-        self._pack_s = self.sender.send_layers(self.engine.computed(), self.start_s, step_end_s)
+        if self.sender.is_streaming:
+            computed = self.engine.computed()
+            self._pack_s = self.sender.send_layers(computed, self.start_s, step_end_s)
         self.end_s = step_end_s + self._pack_s
         return self.end_s
 
@@ -321,7 +324,7 @@ class SimulatedWorker:
                 self.sender.forget(name)
                 del tasks[name]
             elif name in held:
-                events.append(Held(name))
+                events.append(Held(name, num_preemptions=metrics.num_preemptions))
                 self.start_s = self.sender.note_held(name, outcome.span.end_s)
                 del tasks[name]
 

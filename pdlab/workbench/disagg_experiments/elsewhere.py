@@ -22,7 +22,7 @@ from pdlab.workload import WORKLOADS, TraceRequest
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 256
 """The example that articles on the subject use."""
-BANDWIDTHS_BYTES_S = tuple(10 ** (5 + i / 6) for i in range(37))
+BANDWIDTHS_BYTES_S = tuple(10 ** (7 + i / 8) for i in range(33))
 
 
 def devices(fast: str, slow: str, shape: str = "qwen3-8b") -> tuple[StepTimes, StepTimes]:

@@ -190,53 +190,66 @@ def _beside(end: float, mark: float, most: float) -> float:
 
 
 def break_even_figure(found: BreakEven, names: Mapping[int, str], title: str = "") -> go.Figure:
-    """A request's end-to-end time by the link's bandwidth, a line for K and V of each size.
+    """Seconds that the split saves against the slow machine alone, by the link's bandwidth.
 
-    Across go the two machines alone: above the slow one's line the split is no use, and it can
-    never go below the prefill of the fast one and the decode of the slow one.
+    A line for K and V of each size; a mark where it crosses 0 and the split begins to pay. No line
+    gets higher than what the fast machine's prefill saves.
 
     Args:
         names: what to call K and V of so many bytes a token.
     """
     figure = go.Figure()
+    most_s = found.slow.ttft_s - found.fast.ttft_s
     for i, (num_bytes, name) in enumerate(names.items()):
         points = [p for p in found.points if p.kv_bytes_per_token == num_bytes]
+        least, color = found.least_bandwidth_bytes_s[num_bytes], run_color(i)
+        pays = f"pays from {mega(least, 'B/s')}" if math.isfinite(least) else "never pays"
         figure.add_scatter(
-            name=f"{name}: {mega(num_bytes, 'B')} a token",
+            name=f"{name}: {mega(num_bytes, 'B')} a token, {pays}",
             x=[p.bandwidth_bytes_s for p in points],
-            y=[p.split.e2e_s for p in points],
+            y=[found.slow.e2e_s - p.split.e2e_s for p in points],
             mode="lines",
-            line={"color": run_color(i), "width": 2.5, "dash": DASHES[i % len(DASHES)]},
-            hovertemplate="%{x:.3g} B/s: %{y:.3g} s<extra></extra>",
+            line={"color": color, "width": 2.5, "dash": DASHES[i % len(DASHES)]},
+            hovertemplate="%{x:.3g} B/s: %{y:.3g} s saved<extra></extra>",
         )
-    lines = (("the slow machine alone", found.slow.e2e_s), ("the fast one", found.fast.e2e_s))
-    for name, e2e_s in lines:
+        figure.add_scatter(
+            x=[least],
+            y=[0],
+            mode="markers",
+            marker={"color": color, "size": 11, "line": {"color": INK.surface, "width": 1.5}},
+            showlegend=False,
+            hovertemplate="pays from %{x:.3g} B/s<extra></extra>",
+        )
+    for y, name in ((0.0, "the slow machine alone"), (most_s, f"at most {most_s:.2g} s")):
         figure.add_hline(
-            y=e2e_s,
+            y=y,
             line={"color": INK.text, "width": 1.5, "dash": "dash"},
-            annotation={"text": f"{name}: {e2e_s:.3g} s", "font": {"size": 14}},
-            annotation_position="top right",
+            annotation={"text": name, "font": {"size": 14}},
+            annotation_position="top left",
         )
-    bandwidths = [p.bandwidth_bytes_s for p in found.points]
-    for link in LINKS.values():
-        if min(bandwidths) <= link.bandwidth_bytes_s <= max(bandwidths):
-            figure.add_vline(
-                x=link.bandwidth_bytes_s,
-                line={"color": MEANING["transfer"], "width": 1.5, "dash": "dot"},
-            )
-            figure.add_annotation(  # on a logarithmic axis, an annotation stands at the logarithm
-                x=math.log10(link.bandwidth_bytes_s),
-                y=0.02,
-                yref="paper",
-                yanchor="bottom",
-                xanchor="left",
-                text=link.name,
-                textangle=-90,
-                showarrow=False,
-                font={"size": 14},
-            )
-    most = 4 * max(found.slow.e2e_s, found.fast.e2e_s)
+    _add_links(figure, [p.bandwidth_bytes_s for p in found.points])
     figure.update_xaxes(type="log", title_text="bandwidth of the link, bytes a second")
-    figure.update_yaxes(range=[0, most], title_text="end to end, seconds")
-    title = title or "From the prompt to the last token, by the link between"
-    return styled(figure, title, found.basis, height=480)
+    figure.update_yaxes(range=[-2 * most_s, 1.6 * most_s], title_text="seconds saved")
+    return styled(figure, title or "Above the line the split pays", found.basis, height=480)
+
+
+def _add_links(figure: go.Figure, bandwidths: Sequence[float]) -> None:
+    """A line at each link that there is a name for."""
+    for link in LINKS.values():
+        if not min(bandwidths) <= link.bandwidth_bytes_s <= max(bandwidths):
+            continue
+        figure.add_vline(
+            x=link.bandwidth_bytes_s,
+            line={"color": MEANING["transfer"], "width": 1.5, "dash": "dot"},
+        )
+        figure.add_annotation(  # on a logarithmic axis, an annotation stands at the logarithm
+            x=math.log10(link.bandwidth_bytes_s),
+            y=0.02,
+            yref="paper",
+            yanchor="bottom",
+            xanchor="right",
+            text=link.name,
+            textangle=-90,
+            showarrow=False,
+            font={"size": 14},
+        )
