@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 from pdlab import Engine, EngineConfig, Model, SamplingParams
 from pdlab.disagg.cluster import Cluster
+from pdlab.disagg.hosts.spec import TransportSpec, WorkerSpec
 from pdlab.disagg.router import TRANSFERS, RouterConfig
 from pdlab.engine import RequestOutput
 from tests.disagg.watching import Watched, watch
@@ -26,6 +28,9 @@ LENGTHS = (7, 8, 9, 15, 16, 17, 32)
 NUM_TOKENS = 4
 ROUNDS = ("nowhere", "both", "prefill", "decode")
 """Where the prompts are cached when they come."""
+
+PROCESS_MODEL = "random:tiny-llama"
+"""Of workers in other processes."""
 
 
 def params(num_tokens: int = NUM_TOKENS) -> list[SamplingParams]:
@@ -60,14 +65,16 @@ def warm(cluster: Cluster, prompts: list[list[int]], where: str) -> None:
         cluster.router.config = config
 
 
-def check_bit_for_bit(cluster: Cluster, source: str, target: str, seed: int) -> None:
+def check_bit_for_bit(
+    cluster: Cluster, source: str, target: str, seed: int = 0, rounds: Sequence[str] = ROUNDS
+) -> None:
     """Serve prompts that are cached nowhere, on one side, or on both.
 
     Args:
-        seed: of prompts that these workers have not seen; the next three have to be new, too.
+        seed: of prompts that these workers have not seen, nor those of the next, for each round.
     """
     request_ids = {}
-    for i, where in enumerate(ROUNDS):
+    for i, where in enumerate(rounds):
         prompts = prompts_of(cluster.model, seed + i)
         warm(cluster, prompts, where)
         cluster.router.placement.forget(target)  # or what is all there would be prefilled there
@@ -75,7 +82,7 @@ def check_bit_for_bit(cluster: Cluster, source: str, target: str, seed: int) -> 
         check_travelled(cluster, source, target, where, outputs)
         request_ids[where] = [output.request_id for output in outputs]
     sent, received = (cluster.hosts[n].trace().machine["seen"] for n in (source, target))
-    for i, where in enumerate(ROUNDS):
+    for i, where in enumerate(rounds):
         both = zip(request_ids[where], alone(cluster.model, seed + i), strict=True)
         for (request_id, one), length in zip(both, LENGTHS, strict=True):
             here, there = sent[request_id], received[request_id]
@@ -110,12 +117,26 @@ def check_travelled(
 
 def check_both_ways(cluster: Cluster) -> None:
     """Two watched workers in other processes: each prefills for the other, by each transfer."""
-    names = list(cluster.hosts)
+    here, there = cluster.hosts
     seed = 0
-    for source, target in (names, names[::-1]):
+    for source, target, rounds in ((here, there, ROUNDS[:2]), (there, here, ROUNDS[2:])):
         cluster.set_role(source, "prefill")
         cluster.set_role(target, "decode")
         for transfer in TRANSFERS:
             cluster.router.config = RouterConfig(transfer=transfer)
-            check_bit_for_bit(cluster, source, target, seed)
-            seed += len(ROUNDS)
+            check_bit_for_bit(cluster, source, target, seed, rounds)
+            seed += len(rounds)
+
+
+def pair_of(transport: TransportSpec) -> list[WorkerSpec]:
+    """Two workers whose blocks differ in size."""
+    return [
+        WorkerSpec(
+            f"w{size}",
+            transport,
+            model=PROCESS_MODEL,
+            config=replace(CONFIG, block_size=size),
+            num_threads=1,
+        )
+        for size in (8, 16)
+    ]

@@ -22,7 +22,7 @@ from pdlab.disagg.hosts import processes
 from pdlab.disagg.hosts.host import LocalHost
 from pdlab.disagg.hosts.processes import process_cluster
 from pdlab.disagg.hosts.ranks import rank_cluster
-from pdlab.disagg.hosts.spec import Kind, TransportSpec, WorkerSpec
+from pdlab.disagg.hosts.spec import Kind, TransportSpec
 from pdlab.disagg.router import TRANSFERS, RouterConfig
 from pdlab.disagg.transport.sockets import new_token
 from pdlab.disagg.worker import Worker
@@ -31,8 +31,10 @@ from pdlab.kvcache import KVFormat, parse_kv_format
 from pdlab.trace import StepRecord
 from tests.disagg.bit_for_bit import (
     CONFIG,
+    PROCESS_MODEL,
     check_bit_for_bit,
     check_both_ways,
+    pair_of,
     params,
     prompts_of,
 )
@@ -43,7 +45,6 @@ from tests.helpers import ROOT, random_model
 from tests.kvcache.test_wire import raw_of, same
 
 MODEL = random_model()
-PROCESS_MODEL = "random:tiny-llama"
 
 
 def pair_over(body: str, prefill: EngineConfig, decode: EngineConfig, transfer: str) -> Cluster:
@@ -65,24 +66,10 @@ def test_over_every_transport(body: str, blocks: tuple[int, int], transfer: str)
     with pair_over(body, prefill, decode, transfer) as cluster:
         for name in cluster.hosts:
             watch(engine_of(cluster, name))
-        check_bit_for_bit(cluster, "p", "d", 0)
+        check_bit_for_bit(cluster, "p", "d")
 
 
 # --- other processes ----------------------------------------------------------------------------
-
-
-def specs(transport: TransportSpec) -> list[WorkerSpec]:
-    """Two workers whose blocks differ in size."""
-    return [
-        WorkerSpec(
-            f"w{size}",
-            transport,
-            model=PROCESS_MODEL,
-            config=replace(CONFIG, block_size=size),
-            num_threads=1,
-        )
-        for size in (8, 16)
-    ]
 
 
 @pytest.mark.parametrize("kind", ["socket", "nixl"])
@@ -91,14 +78,14 @@ def test_between_processes(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))  # for the children to find these tests
     monkeypatch.setattr(processes, "BOOT", BOOT)
     transport = TransportSpec(kind, {"token": new_token()})
-    with process_cluster(load(PROCESS_MODEL), specs(transport)) as cluster:
+    with process_cluster(load(PROCESS_MODEL), pair_of(transport)) as cluster:
         check_both_ways(cluster)
 
 
 def test_between_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
     told = {"init_method": "env://", "rank": 0, "world_size": 2}
-    mine = specs(TransportSpec("torch", told))
+    mine = pair_of(TransportSpec("torch", told))
     path = str(tmp_path / "meeting")
     context = multiprocessing.get_context("spawn")
     ranks = [

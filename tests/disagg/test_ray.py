@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from pdlab.disagg.jobs import Stage
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.transport.sockets import new_token
 from pdlab.models import Model
+from tests.disagg.bit_for_bit import check_both_ways, pair_of
+from tests.helpers import ROOT
 
 if TYPE_CHECKING:
     from pdlab.disagg.hosts.ray_cluster import RayCluster
@@ -177,6 +180,27 @@ def test_a_worker_that_cannot_be_made_says_why(cluster: RayCluster, model: Model
             [replace(spec, model="random:no-such-model")],
             options=ActorOptions(num_cpus=0),
         )
+
+
+def test_kv_and_logits_are_those_of_one_engine_bit_for_bit(
+    cluster: RayCluster, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pdlab.disagg.hosts import ray_cluster as actors
+
+    root = str(ROOT)
+
+    class Watched(actors._WorkerActor):
+        def __init__(self, spec: WorkerSpec):
+            sys.path.insert(0, root)
+            from tests.disagg.watching import watch_all
+
+            watch_all()
+            super().__init__(spec)
+
+    monkeypatch.setattr(actors, "_WorkerActor", Watched)
+    options = actors.ActorOptions(num_cpus=0)
+    with actors.ray_cluster(model, pair_of(TransportSpec("ray")), options=options) as other:
+        check_both_ways(other)
 
 
 def test_sockets_join_actors_on_their_nodes_addresses(
