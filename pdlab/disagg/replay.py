@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.serving import ClusterRun, WorkerRun
-from pdlab.engine import SamplingParams
 from pdlab.trace import WorkerTrace
-from pdlab.workload.arrivals import Arrivals, OpenLoop
-from pdlab.workload.replay import LONGEST_PAUSE_S, Prompts, metrics_since, refused
-from pdlab.workload.serving import ServedRequest, StepSpan, span_of
+from pdlab.workload.arrivals import Arrivals
+from pdlab.workload.replay import Prompts, ReplaySession, unused
+from pdlab.workload.serving import StepSpan, span_of
 from pdlab.workload.traces import TraceRequest
 
 
@@ -40,17 +38,14 @@ def replay_on_cluster(
     """
     if cluster.router.has_work:
         raise ValueError("cluster has unfinished requests: a replay needs it alone")
-    if isinstance(arrivals, Sequence):
-        arrivals = OpenLoop(arrivals)
-    if arrivals.next_s is None:
-        raise ValueError("arrivals has no request left: each serves one run")
-    session = Session(cluster, arrivals, Prompts(cluster.model, seed, vocab_size), cluster.now_s())
+    prompts = Prompts(cluster.model, seed, vocab_size)
+    session = Session(cluster, unused(arrivals), prompts, cluster.now_s())
     try:
         while not session.is_over:
             session.submit_due()
             if not cluster.step():
                 session.pause()
-            session.collect()
+            session.collect_finished()
             if on_step:
                 on_step(session)
     except BaseException:
@@ -60,81 +55,23 @@ def replay_on_cluster(
 
 
 @dataclass
-class Session:
-    """A replay under way. Times are on its own clock, `start_s` is on the cluster's."""
-
-    cluster: Cluster
-    arrivals: Arrivals
-    prompts: Prompts
-    start_s: float
-    live: dict[str, int] = field(default_factory=dict)
-    """Places in the order of arrival, by request id."""
-    ended: dict[int, ServedRequest] = field(default_factory=dict)
-    num_arrived: int = 0
-    num_transfers: int = 0
-    num_failures: int = 0
+class Session(ReplaySession[Cluster]):
+    """A replay under way: what the cluster records from now on is the run's."""
 
     def __post_init__(self) -> None:
-        self.num_transfers = len(self.cluster.transfers)
-        self.num_failures = len(self.cluster.failures)
+        self.num_transfers = len(self.server.transfers)
+        self.num_failures = len(self.server.failures)
 
-    @property
-    def now_s(self) -> float:
-        return self.cluster.now_s() - self.start_s
-
-    @property
-    def is_over(self) -> bool:
-        return not self.live and self.arrivals.next_s is None
-
-    def submit_due(self) -> None:
-        while due := self.arrivals.take_due(self.now_s):
-            for request in due:
-                self._submit(request)
-
-    def _submit(self, request: TraceRequest) -> None:
-        number = self.num_arrived
-        self.num_arrived += 1
-        try:
-            request.checked()
-            params = SamplingParams(
-                max_tokens=request.num_output_tokens, temperature=0, ignore_eos=True
-            )
-            request_id = self.cluster.submit(
-                self.prompts.make(request, number),
-                params,
-                priority=request.priority,
-                arrival_s=self.start_s + request.arrival_s,
-            )
-            self.live[request_id] = number
-        except ValueError as error:
-            self._end(number, refused(request, number, error))
-
-    def collect(self) -> None:
-        """Take out what has finished."""
-        for request_id in [i for i in self.live if self.cluster.is_finished(i)]:
-            output = self.cluster.collect(request_id)
-            times = metrics_since(output.metrics, self.start_s)
-            why = "" if output.error is None else str(output.error)
-            served = ServedRequest(request_id, times, output.finish_reason, error=why)
-            self._end(self.live.pop(request_id), served)
-
-    def _end(self, number: int, served: ServedRequest) -> None:
-        self.ended[number] = served
-        self.arrivals.note_finished(self.now_s)
-
-    def pause(self) -> None:
-        """Sleep till the next arrival, or a little."""
-        if self.arrivals.next_s is not None:
-            time.sleep(min(max(0.0, self.arrivals.next_s - self.now_s), LONGEST_PAUSE_S))
+    def collect_finished(self) -> None:
+        for request_id in [i for i in self.live if self.server.is_finished(i)]:
+            self.collect(request_id, self.now_s)
 
     def abort(self) -> None:
-        for request_id in self.live:
-            self.cluster.abort(request_id)
-        self.collect()
-        self.cluster.step(0)
+        super().abort()
+        self.server.step(0)
 
     def run(self) -> ClusterRun:
-        cluster = self.cluster
+        cluster = self.server
         traces = cluster.trace().workers
         workers = {name: self._worker(each) for name, each in traces.items()}
         transfers = [
@@ -145,7 +82,7 @@ class Session:
             provenance="measured",
             basis=_basis(cluster, traces),
             router=asdict(cluster.router.config),
-            requests=[self.ended[number] for number in sorted(self.ended)],
+            requests=self.requests,
             workers=workers,
             transfers=transfers,
             failures=[f.shifted(-self.start_s) for f in failures],

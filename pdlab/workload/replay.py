@@ -15,11 +15,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from pdlab.engine import Engine, RequestMetrics, SamplingParams
+from pdlab.engine import Engine, Prompt, RequestMetrics, RequestOutput, SamplingParams
 from pdlab.engine.interrupts import undisturbed
 from pdlab.kvcache import blocks_for
 from pdlab.models import Model
@@ -92,14 +92,11 @@ def replay(
             out of range.
     """
     _require_alone(engine)
-    if isinstance(arrivals, Sequence):
-        arrivals = OpenLoop(arrivals)
-    if arrivals.next_s is None:
-        raise ValueError("arrivals has no request left: each serves one run")
+    arrivals = unused(arrivals)
     prompts = Prompts(engine.model, seed, vocab_size)
     if warm_up:
         _warm_up(engine)
-    session = _Session(engine, arrivals, prompts, engine.now_s())
+    session = _EngineSession(engine, arrivals, prompts, engine.now_s())
     try:
         while not session.is_over:
             session.submit_due()
@@ -118,6 +115,19 @@ def replay(
         session.abort()
         raise
     return session.run()
+
+
+def unused(arrivals: Arrivals | Sequence[TraceRequest]) -> Arrivals:
+    """Arrivals for one run; requests alone come in an open loop.
+
+    Raises:
+        ValueError: no request is left.
+    """
+    if isinstance(arrivals, Sequence):
+        arrivals = OpenLoop(arrivals)
+    if arrivals.next_s is None:
+        raise ValueError("arrivals has no request left: each serves one run")
+    return arrivals
 
 
 def _require_alone(engine: Engine) -> None:
@@ -193,45 +203,64 @@ def _natural(number: int) -> int:
     return 2 * number if number >= 0 else -2 * number - 1
 
 
+class Server(Protocol):
+    """What a replay needs of an engine, or of several behind one interface."""
+
+    def now_s(self) -> float: ...
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int,
+        arrival_s: float,
+    ) -> str: ...
+    def abort(self, request_id: str) -> None: ...
+    def collect(self, request_id: str) -> RequestOutput: ...
+
+
 class _Live(NamedTuple):
     number: int
     priority: int
 
 
-@dataclass
-class _Session:
-    """The state of a replay; times are on its own clock, `start_s` is on the engine's."""
+AnyServer = TypeVar("AnyServer", bound=Server)
 
-    engine: Engine
+
+@dataclass
+class ReplaySession(Generic[AnyServer]):
+    """A replay under way. Times are on its own clock, `start_s` is on the server's."""
+
+    server: AnyServer
     arrivals: Arrivals
     prompts: Prompts
     start_s: float
-    live: dict[str, _Live] = field(default_factory=dict)
+    live: dict[str, _Live] = field(default_factory=dict, init=False)
     """Submitted and not yet ended, by request id."""
-    ended: dict[int, ServedRequest] = field(default_factory=dict)
+    ended: dict[int, ServedRequest] = field(default_factory=dict, init=False)
     """By their place in the order of arrival."""
-    news: list[ServedRequest] = field(default_factory=list)
-    """Ended, and not yet reported."""
-    steps: list[StepSpan] = field(default_factory=list)
-    num_arrived: int = 0
-    num_tokens: int = 0
-    """Of the last step."""
+    num_arrived: int = field(default=0, init=False)
 
     @property
     def now_s(self) -> float:
-        return self.engine.now_s() - self.start_s
+        return self.server.now_s() - self.start_s
 
     @property
     def is_over(self) -> bool:
         return not self.live and self.arrivals.next_s is None
 
+    @property
+    def requests(self) -> list[ServedRequest]:
+        """Those that have ended, in order of arrival."""
+        return [self.ended[number] for number in sorted(self.ended)]
+
     def submit_due(self) -> None:
         """Also what becomes due by a refusal, in a closed loop."""
         while due := self.arrivals.take_due(self.now_s):
             for request in due:
-                self.submit(request)
+                self._submit(request)
 
-    def submit(self, request: TraceRequest) -> None:
+    def _submit(self, request: TraceRequest) -> None:
         number = self.num_arrived
         self.num_arrived += 1
         try:
@@ -242,40 +271,25 @@ class _Session:
             prompt_ids = self.prompts.make(request, number)
             arrival_s = self.start_s + request.arrival_s
             with undisturbed():
-                request_id = self.engine.submit(
+                request_id = self.server.submit(
                     prompt_ids, params, priority=request.priority, arrival_s=arrival_s
                 )
                 self.live[request_id] = _Live(number, request.priority)
         except ValueError as error:
-            self.end(number, refused(request, number, error), self.now_s)
-
-    def book(self, record: StepRecord) -> None:
-        span = span_of(record, self.start_s, self.engine.config.num_blocks)
-        self.steps.append(span)
-        ours = [s for s in record.sequences if s.sequence_id in self.live]
-        self.num_tokens = sum(sequence.sampled is not None for sequence in ours)
-        for sequence in ours:
-            if sequence.finish_reason is not None:
-                self.collect(sequence.sequence_id, span.end_s)
+            self._end(number, refused(request, number, error), self.now_s)
 
     def collect(self, request_id: str, now_s: float) -> None:
-        """Take an ended request out of the engine."""
+        """Take an ended request out of the server."""
         with undisturbed():
-            output = self.engine.collect(request_id)
+            output = self.server.collect(request_id)
             number, priority = self.live.pop(request_id)
             times, error = metrics_since(output.metrics, self.start_s), output.error
             why = "" if error is None else str(error)
             served = ServedRequest(request_id, times, output.finish_reason, priority, why)
-            self.end(number, served, now_s)
+            self._end(number, served, now_s)
 
-    def collect_aborted(self) -> None:
-        """Those that somebody else ended, which no step of ours tells of."""
-        for request_id in [i for i in self.live if self.engine.requests[i].finished]:
-            self.collect(request_id, self.now_s)
-
-    def end(self, number: int, served: ServedRequest, now_s: float) -> None:
+    def _end(self, number: int, served: ServedRequest, now_s: float) -> None:
         self.ended[number] = served
-        self.news.append(served)
         self.arrivals.note_finished(now_s)
 
     def pause(self) -> None:
@@ -283,26 +297,56 @@ class _Session:
         if self.arrivals.next_s is not None:
             time.sleep(min(max(0.0, self.arrivals.next_s - self.now_s), LONGEST_PAUSE_S))
 
+    def abort(self) -> None:
+        """End all that is unfinished."""
+        with undisturbed():
+            for request_id in list(self.live):
+                self.server.abort(request_id)
+                self.collect(request_id, self.now_s)
+
+
+@dataclass
+class _EngineSession(ReplaySession[Engine]):
+    """On one engine, whose steps are kept."""
+
+    steps: list[StepSpan] = field(default_factory=list, init=False)
+    num_tokens: int = field(default=0, init=False)
+    """Of the last step."""
+    news: list[ServedRequest] = field(default_factory=list, init=False)
+    """Ended, and not yet reported."""
+
+    def _end(self, number: int, served: ServedRequest, now_s: float) -> None:
+        super()._end(number, served, now_s)
+        self.news.append(served)
+
+    def book(self, record: StepRecord) -> None:
+        span = span_of(record, self.start_s, self.server.config.num_blocks)
+        self.steps.append(span)
+        ours = [s for s in record.sequences if s.sequence_id in self.live]
+        self.num_tokens = sum(sequence.sampled is not None for sequence in ours)
+        for sequence in ours:
+            if sequence.finish_reason is not None:
+                self.collect(sequence.sequence_id, span.end_s)
+
+    def collect_aborted(self) -> None:
+        """Those that somebody else ended, which no step of ours tells of."""
+        for request_id in [i for i in self.live if self.server.requests[i].finished]:
+            self.collect(request_id, self.now_s)
+
     def progress(self, record: StepRecord | None) -> Progress:
         news, self.news = self.news, []
         if record is None:
             return Progress(self.now_s, None, self.num_arrived, 0, news)
         return Progress(self.now_s, self.steps[-1], self.num_arrived, self.num_tokens, news)
 
-    def abort(self) -> None:
-        with undisturbed():
-            for request_id in list(self.live):
-                self.engine.abort(request_id)
-                self.collect(request_id, self.now_s)
-
     def run(self) -> ServingRun:
         return ServingRun(
             provenance="measured",
-            basis=basis_of(self.engine),
-            config=self.engine.config.to_dict(),
-            requests=[self.ended[number] for number in sorted(self.ended)],
+            basis=basis_of(self.server),
+            config=self.server.config.to_dict(),
+            requests=self.requests,
             steps=self.steps,
-            num_blocks=self.engine.config.num_blocks,
+            num_blocks=self.server.config.num_blocks,
         )
 
 
