@@ -3,7 +3,7 @@
 from pdlab.models.cache import FetchError
 from pdlab.models.catalog import CatalogEntry, available
 from pdlab.models.config import ModelConfig
-from pdlab.models.loading import Model, default_model_directory, load
+from pdlab.models.loading import Model, default_model_directory, load, load_outline
 from pdlab.models.tokenizer import Tokenizer
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "available",
     "default_model_directory",
     "load",
+    "load_outline",
 ]

@@ -29,6 +29,8 @@ DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
+NOWHERE = torch.device("meta")
+"""Tensors there have a shape and no content."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +82,32 @@ def load(
         ValueError: the name, device or dtype is unknown, or the model needs what is not supported.
         FetchError: the model has to be fetched and cannot be.
     """
+    target = _device(device)
+    return _load(name, target, _dtype(dtype, target), progress)
+
+
+def load_outline(
+    name: str | PathLike[str] = catalog.DEFAULT_MODEL, *, progress: bool = True
+) -> Model:
+    """A model without its weights, for who needs its tokenizer and its limits only: a router.
+
+    No engine can compute with it.
+
+    Args:
+        name, progress: as of `load`. What has to be fetched is fetched whole.
+
+    Raises:
+        ValueError, FetchError: as `load`.
+    """
+    return _load(name, NOWHERE, torch.float32, progress)
+
+
+def _load(
+    name: str | PathLike[str], target: torch.device, kind: torch.dtype, progress: bool
+) -> Model:
     if not isinstance(name, str | PathLike):
         raise ValueError(f"name={name!r} must be a name or a path")
     name = fspath(name)
-    target = _device(device)
-    kind = _dtype(dtype, target)
     if name == catalog.DEFAULT_MODEL:
         source = f"{SMOLLM2_WHEEL.member} from {SMOLLM2_WHEEL.requirement}"
         directory = default_model_directory(progress=progress)
@@ -161,7 +184,8 @@ def _filled(
     dtype: torch.dtype,
 ) -> Decoder:
     decoder = Decoder(config, dtype, device)
-    decoder.load_weights(weights)
+    if device != NOWHERE:
+        decoder.load_weights(weights)
     return decoder
 
 

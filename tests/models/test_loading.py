@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdlab.models import FetchError, Model, catalog, checkpoint, load, loading
+from pdlab.models import FetchError, Model, catalog, checkpoint, load, load_outline, loading
 from pdlab.models.catalog import shape
 from pdlab.models.config import ModelConfig
 from pdlab.models.hf_config import config_to_hf
@@ -140,6 +140,21 @@ def test_random_weights_are_the_same_each_time_and_in_each_dtype() -> None:
         assert torch.equal(tensor, parameters(first)[name].bfloat16())
     assert first.tokenizer is None
     assert half.weight_bytes == 2 * half.config.num_parameters
+
+
+def test_an_outline_knows_what_its_model_knows_and_holds_no_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = load()
+    monkeypatch.setattr(checkpoint, "read_tensors", None)  # no file of weights is opened
+    outline = load_outline()
+    assert (outline.name, outline.config) == (model.name, model.config)
+    assert outline.tokenizer is not None
+    assert model.tokenizer is not None
+    assert outline.tokenizer.encode("Why?") == model.tokenizer.encode("Why?")
+    assert {tensor.device.type for tensor in parameters(outline).values()} == {"meta"}
+    with pytest.raises(ValueError, match="no model is called 'nobody'"):
+        load_outline("nobody")
 
 
 def test_large_random_weights_are_drawn_in_their_own_dtype(

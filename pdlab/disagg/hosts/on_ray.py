@@ -20,7 +20,7 @@ from pdlab.disagg.hosts.host import WorkerDied
 from pdlab.disagg.hosts.ray_cluster import STRATEGIES, ActorOptions, ray_cluster
 from pdlab.disagg.hosts.spec import TransportSpec
 from pdlab.disagg.transport.sockets import new_token
-from pdlab.models import load
+from pdlab.models import load_outline
 from pdlab.requirements import require_int
 
 KINDS = ("ray", "socket", "nixl")
@@ -41,7 +41,7 @@ def main() -> int:
             each.name: ActorOptions(args.cpus, args.gpus, {each.role: 1} if args.by_role else {})
             for each in specs
         }
-        model = load(args.model, dtype=args.dtype, progress=False)
+        model = load_outline(args.model, progress=False)
         with ray_cluster(
             model,
             specs,

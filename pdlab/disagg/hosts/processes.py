@@ -314,7 +314,8 @@ def process_cluster(
     Leaving the cluster ends the processes.
 
     Args:
-        model: for the router; the processes load their own, by the specs' name for it.
+        model: for the router, which needs no weights (`pdlab.models.load_outline`); the processes
+            load their own, by the specs' name for it.
         control, seed: as for `Cluster`.
         start_timeout_s: how long each worker may take to begin.
 

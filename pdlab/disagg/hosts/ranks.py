@@ -56,7 +56,7 @@ from pdlab.disagg.transport.torch_distributed import (
     address_of_rank,
 )
 from pdlab.disagg.worker import Role
-from pdlab.models import Model, load
+from pdlab.models import Model, load_outline
 
 MEET_S = 300.0
 """How long ranks wait for each other: each imports torch first."""
@@ -307,7 +307,7 @@ def _route(args: argparse.Namespace, specs: Sequence[WorkerSpec], meeting: Meeti
     signal.signal(signal.SIGTERM, _terminate)
     cluster: Cluster | None = None
     try:
-        model = load(args.model, dtype=args.dtype, progress=False)
+        model = load_outline(args.model, progress=False)
         cluster = rank_cluster(model, specs, meeting, router_config(args), seed=args.seed)
         failed = run(args, cluster)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a worker was lost; the work is done

@@ -106,7 +106,8 @@ def ray_cluster(
     Leaving the cluster ends the actors, and this process's Ray if it was begun here.
 
     Args:
-        model: for the router; the actors load their own, by the specs' name for it, where they are.
+        model: for the router, which needs no weights (`pdlab.models.load_outline`); the actors load
+            their own, by the specs' name for it, where they are.
         address: of a Ray cluster, "auto" for the one of this machine; None starts a Ray here, for
             this process alone. A Ray that this process uses already is used in any case.
         options: what each actor is given, for all or by worker; one CPU if nothing is said.
