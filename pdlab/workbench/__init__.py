@@ -32,6 +32,7 @@ from pdlab.workbench.kv_costs import KVCost, greedy_agreement, kv_costs, topic_t
 from pdlab.workbench.kv_study import Study, format_configs, recorded_study, window_configs
 from pdlab.workbench.latency_view import LatencyView
 from pdlab.workbench.lesson import Predictions, glossary, progress
+from pdlab.workbench.live_cluster import LiveCluster
 from pdlab.workbench.memory_ledger import MemoryLedger
 from pdlab.workbench.notebooks import execute_notebook
 from pdlab.workbench.palette import legend
@@ -52,6 +53,7 @@ __all__ = [
     "Gantt",
     "KVCost",
     "LatencyView",
+    "LiveCluster",
     "MemoryLedger",
     "PolicyLab",
     "Predictions",
