@@ -36,6 +36,7 @@ from pdlab.workbench.live_cluster import LiveCluster
 from pdlab.workbench.memory_ledger import MemoryLedger
 from pdlab.workbench.notebooks import execute_notebook
 from pdlab.workbench.palette import legend
+from pdlab.workbench.pd_lab import PDLab
 from pdlab.workbench.policy_lab import PolicyLab
 from pdlab.workbench.roofline_view import RooflineView
 from pdlab.workbench.sampling_lab import SamplingLab
@@ -43,6 +44,7 @@ from pdlab.workbench.stepper import Stepper
 from pdlab.workbench.stream_view import StreamView
 from pdlab.workbench.tokens import token_table
 from pdlab.workbench.transfer_view import TransferView
+from pdlab.workbench.win_map_view import WinMap
 
 __all__ = [
     "AttentionView",
@@ -55,6 +57,7 @@ __all__ = [
     "LatencyView",
     "LiveCluster",
     "MemoryLedger",
+    "PDLab",
     "PolicyLab",
     "Predictions",
     "RooflineView",
@@ -63,6 +66,7 @@ __all__ = [
     "StreamView",
     "Study",
     "TransferView",
+    "WinMap",
     "check",
     "compare_with_naive",
     "cost_of",

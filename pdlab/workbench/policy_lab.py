@@ -14,7 +14,8 @@ from pdlab.engine.config import BATCHING_MODES
 from pdlab.engine.policies import POLICIES, Policy
 from pdlab.models import Model
 from pdlab.requirements import require_choice, require_int
-from pdlab.workbench.background import Report
+from pdlab.workbench.background import Background, Report
+from pdlab.workbench.lab import NOTHING, Lab, refuse_unknown
 from pdlab.workbench.policy_lab_data import (
     DESCRIPTIONS,
     MOST_REQUESTS,
@@ -29,7 +30,6 @@ from pdlab.workbench.policy_lab_data import (
     refused_for_real,
 )
 from pdlab.workbench.policy_lab_run import RealRun
-from pdlab.workbench.widget import TraceWidget
 from pdlab.workload.serving import SLO, ServingRun
 from pdlab.workload.step_calibration import measured_step_times
 
@@ -41,8 +41,6 @@ SETTABLE = tuple(field.name for field in fields(Settings) if field.name != "num_
 """The settings that have a control."""
 VIEWS = ("requests", "load")
 MOST_REAL = 200
-NOTHING = "nothing"
-"""The state of the real run before there is one; then `running`, `done`, `stopped` or `failed`."""
 
 
 @dataclass
@@ -56,7 +54,7 @@ class _Real:
     """Made so far when it began: those made beside it slow it."""
 
 
-class PolicyLab(TraceWidget):
+class PolicyLab(Lab):
     """Every change of a control simulates the workload with the engine's own scheduler, and draws.
 
     The numbers stand beside those of a pinned run, at first that of the beginning. "Run it for
@@ -89,7 +87,6 @@ class PolicyLab(TraceWidget):
     """
 
     name = "policy_lab"
-    shared = ("asker", "lab")
 
     header = traitlets.Dict().tag(sync=True)
     """Constants: choices, labels, the range of the rate by machine."""
@@ -114,10 +111,6 @@ class PolicyLab(TraceWidget):
     """The same of the run that it is compared with; empty without one."""
     real = traitlets.Dict({"state": NOTHING}).tag(sync=True)
     """The run for real: its state, how far it is, its rows."""
-    answered = traitlets.Int(0).tag(sync=True)
-    """Number of the last question from the page that has its answer."""
-    message = traitlets.Unicode().tag(sync=True)
-    """What was wrong with the last choice, in words."""
 
     measured: ServingRun | None = None
     """The last run for real."""
@@ -141,12 +134,12 @@ class PolicyLab(TraceWidget):
         require_int("num_requests", num_requests, 2, MOST_REQUESTS)
         require_int("num_real", num_real, 1, min(MOST_REAL, num_requests))
         require_choice("workload", workload, tuple(DESCRIPTIONS))
-        _refuse_unknown(settings)
+        refuse_unknown(settings, SETTABLE)
         self._model, self._num_real = model, num_real
         self._slo = None if slo is None else slo.checked()
         self._own = named_policies(tuple(policies))
         self._machines = _machines(model, step_times, config)
-        self._num_simulations, self._num_views = 0, 0
+        self._num_simulations = 0
         self._following = True
         super().__init__(header=self._header(), policies=[*POLICIES, *self._own])
         name = settings.pop("machine", next(iter(self._machines)))
@@ -221,11 +214,6 @@ class PolicyLab(TraceWidget):
             f"simulated {self._machines[settings.machine].line}"
         )
 
-    def close(self) -> None:
-        """Also stop what runs for real."""
-        self.stop()
-        super().close()
-
     # --- for real -----------------------------------------------------------------------------
 
     def run_for_real(self) -> None:
@@ -235,15 +223,8 @@ class PolicyLab(TraceWidget):
         """
         self._say(self._begin)
 
-    def stop(self) -> None:
-        """End what runs for real; without, do nothing."""
-        if self._real is not None:
-            self._real.work.stop()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for what `run_for_real` began."""
-        if self._real is not None:
-            self._real.work.wait(timeout_s)
+    def _under_way(self) -> Background | None:
+        return self._real.work if self._real else None
 
     def _begin(self) -> None:
         settings = self._settings
@@ -329,7 +310,7 @@ class PolicyLab(TraceWidget):
 
     def _set(self, values: Mapping[str, Any]) -> None:
         values = dict(values)
-        _refuse_unknown(values)
+        refuse_unknown(values, SETTABLE)
         own: dict[str, Policy] = {}
         if "policy" in values and not isinstance(values["policy"], str):
             own = named_policies((values["policy"],))
@@ -397,24 +378,8 @@ class PolicyLab(TraceWidget):
             },
         }
 
-    # --- the page's questions -----------------------------------------------------------------
-
-    def _say(self, action: Callable[[], Any]) -> None:
-        """Do it; what was wrong goes into `message`."""
-        try:
-            action()
-            self.message = ""
-        except KeyboardInterrupt:
-            self.message = "Interrupted: nothing was changed."
-            raise
-        except Exception as error:  # what a policy raises may be anything
-            self.message = in_words(error)
-
-    def _on_message(self, _widget: Any, content: dict[str, Any], _buffers: Any) -> None:
-        if content["type"] == "views":
-            self._count_views(int(content["change"]))
-            return
-        actions: dict[str, Callable[[], Any]] = {
+    def _actions(self, content: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
+        return {
             "set": lambda: self._set(content["values"]),
             "view": lambda: setattr(self, "view", content["view"]),
             "pin": self.pin,
@@ -422,16 +387,6 @@ class PolicyLab(TraceWidget):
             "run": self._begin,
             "stop": self.stop,
         }
-        try:
-            self._say(actions[content["type"]])
-        finally:
-            self.answered = content["number"]
-
-    def _count_views(self, change: int) -> None:
-        """With the last view (the cell runs again) the real run ends too."""
-        self._num_views += change
-        if self._num_views <= 0:
-            self.stop()
 
 
 def _machines(
@@ -450,12 +405,6 @@ def _machines(
     there = replace(config, **knobs, num_swap_blocks=0, preemption="recompute")
     found[THERE] = Machine(THERE, times, there, knobs["max_model_len"])
     return found
-
-
-def _refuse_unknown(values: Mapping[str, Any]) -> None:
-    for name in values:
-        if name not in SETTABLE:
-            raise ValueError(f"{name} is not one of {', '.join(SETTABLE)}")
 
 
 def _seconds(value: float | None) -> str:

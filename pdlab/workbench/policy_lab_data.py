@@ -80,11 +80,14 @@ class Machine(NamedTuple):
         return "with step times " + self.step_times.basis.replace("published: ", "published for ")
 
     def usual_rate(self, workload: str) -> float:
-        """Requests a second that keep it busy, to two digits.
+        """Requests a second of a workload of this name that keep it busy."""
+        return self.rate_for(make_requests(workload, 200, 1.0, 0))
+
+    def rate_for(self, requests: Sequence[TraceRequest]) -> float:
+        """Requests a second, such as these, that keep it busy, to two digits.
 
         Prompts one by one, decodes in a batch of `USUAL_BATCH`.
         """
-        requests = make_requests(workload, 200, 1.0, 0)
         busy_s = sum(self._work_s(request) for request in requests) / len(requests)
         return float(f"{USUAL_LOAD / busy_s:.2g}")
 
