@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
+from pdlab.disagg.jobs import Peer, Stage
 from pdlab.disagg.router import Router
 from pdlab.disagg.worker import Role
 from pdlab.requirements import require_number
@@ -49,7 +52,7 @@ class RoleController:
         decodes = [peer for peer in alive if peer.role == "decode"]
         if not prefills or not decodes:
             return None
-        wait_s, fill = self.router.prefill_wait_s(prefills, now_s), self.router.decode_fill(decodes)
+        wait_s, fill = prefill_wait_s(self.router, prefills, now_s), decode_fill(decodes)
         if wait_s > self.most_wait_s and fill < self.most_fill / 2 and len(decodes) > 1:
             idlest = min(decodes, key=lambda peer: len(peer.jobs))
             return self._switch(now_s, idlest.name, "prefill", f"prompts wait {wait_s:.2f} s")
@@ -62,3 +65,29 @@ class RoleController:
         self.router.set_role(name, role)
         self.switches.append(RoleSwitch(now_s, name, role, reason))
         return self.switches[-1]
+
+
+def prefill_wait_s(router: Router, peers: Iterable[Peer], now_s: float) -> float:
+    """How long the longest-waiting prompt has waited for its first step, at the router or on these.
+
+    Not those that wait for room where they will decode, nor those that wait at the router behind
+    them.
+    """
+    names = {peer.name for peer in peers}
+    jobs = [job for peer in router.peers.values() for job in peer.jobs.values()]
+    if not any(job.stage is Stage.RESERVING for job in jobs):
+        jobs += router.queue
+    came_s = [
+        job.arrival.time_s
+        for job in jobs
+        if job.metrics.first_scheduled_s is None
+        and job.stage is not Stage.RESERVING
+        and (job.prefill_on or "") in {*names, ""}
+    ]
+    return now_s - min(came_s, default=now_s)
+
+
+def decode_fill(peers: Sequence[Peer]) -> float:
+    """Part of these workers' seats that requests have or ask for."""
+    seats = sum(peer.hello.max_num_seqs for peer in peers)
+    return sum(len(peer.jobs) for peer in peers) / seats if seats else 0.0

@@ -74,7 +74,7 @@ class Job:
     @property
     def workers(self) -> list[str]:
         """That have something of it."""
-        return [name for name in {self.prefill_on, self.decode_on} if name is not None]
+        return [n for n in dict.fromkeys((self.prefill_on, self.decode_on)) if n is not None]
 
     def begin_again(self) -> None:
         """Another attempt, from what has been handed on."""
@@ -138,3 +138,17 @@ class Peer:
     @property
     def name(self) -> str:
         return self.hello.name
+
+    @property
+    def gives(self) -> bool:
+        """Whether it computes or holds prompts for others.
+
+        Nobody gives and takes at once: two workers whose seats are taken by prompts that wait for
+        room at the other one, or by rooms that wait for prompts from there, would wait for ever.
+        """
+        return any(job.prefill_on == self.name for job in self.jobs.values())
+
+    @property
+    def takes(self) -> bool:
+        """Whether it has rooms, or shall have some, for prompts from others."""
+        return any(job.prefill_on and job.decode_on == self.name for job in self.jobs.values())

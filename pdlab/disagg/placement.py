@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pdlab.disagg.jobs import Job, Peer, Stage
 from pdlab.disagg.messages import Load
+from pdlab.disagg.router_config import RouterConfig
 from pdlab.engine.moving import RequestState
 from pdlab.kvcache.prefix import chain_hash
 
@@ -19,6 +21,19 @@ SMOOTHING = 0.2
 """Weight of the newest step in a worker's measured speed."""
 MOST_CHAINS = 4096
 """Prompts whose blocks are kept at hand, as they are asked for again and again."""
+
+
+class Plan(NamedTuple):
+    """Where a request goes."""
+
+    here: Peer | None
+    """Who computes its prompt for the other; None if that one serves it from beginning to end."""
+    there: Peer
+
+    @property
+    def first(self) -> Peer:
+        """Who has its prompt to compute."""
+        return self.here or self.there
 
 
 class Placement:
@@ -33,6 +48,21 @@ class Placement:
         """Prompt tokens that a worker computes, by its steps that held nothing else."""
 
     # --- choosing -------------------------------------------------------------------------------
+
+    def plan(self, able: Sequence[Peer], state: RequestState, config: RouterConfig) -> Plan:
+        """Where a request goes, of at least one worker that is able to serve it."""
+        if config.mode == "aggregated":
+            return Plan(None, self.least_loaded(able, state))
+        decodes = [peer for peer in able if peer.role != "prefill"]
+        prefills = [peer for peer in able if peer.role != "decode" and not peer.takes]
+        free = [peer for peer in decodes if not peer.gives]
+        if not prefills or not free:
+            return Plan(None, self.least_loaded(decodes or able, state))
+        there = self.for_decode(free, state)
+        if self.num_uncached(there, state) <= config.local_prefill_tokens:
+            return Plan(None, there)
+        here = self.for_prefill(prefills, state)
+        return Plan(None if here is there else here, there)
 
     def for_prefill(self, peers: Sequence[Peer], state: RequestState) -> Peer:
         """Who would have this prompt computed first."""
@@ -63,6 +93,11 @@ class Placement:
             return len(peer.jobs) / peer.hello.max_num_seqs + tokens / _slots(peer), tokens
 
         return min(peers, key=load)
+
+    def is_full(self, peer: Peer, config: RouterConfig) -> bool:
+        """Whether so many prompts wait at a worker that others have to wait elsewhere."""
+        backlog = self.backlog_tokens(peer)
+        return backlog > 0 and backlog >= config.max_backlog_tokens
 
     def backlog_tokens(self, peer: Peer) -> int:
         """Tokens of prompts that are still to be computed on a worker, cached ones too."""

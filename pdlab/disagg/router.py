@@ -6,13 +6,12 @@ router serves real workers, in one process or in many, and simulated ones.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from dataclasses import replace
 
+from pdlab.disagg.crew import Crew
 from pdlab.disagg.jobs import Job, Peer, Stage
 from pdlab.disagg.messages import (
-    Abort,
     Arrival,
     Arrived,
     Command,
@@ -24,13 +23,10 @@ from pdlab.disagg.messages import (
     Held,
     Hello,
     Load,
-    Meet,
     Prefill,
     Produced,
     Publish,
     Published,
-    Release,
-    Renew,
     Reserve,
     Reserved,
     Route,
@@ -39,58 +35,14 @@ from pdlab.disagg.messages import (
     Started,
 )
 from pdlab.disagg.placement import Placement
+from pdlab.disagg.router_config import ON_FAILURE, TRANSFERS, RouterConfig
 from pdlab.disagg.worker import ROLES, Role
 from pdlab.engine import Chunk, RequestMetrics
 from pdlab.engine.moving import RequestState
-from pdlab.requirements import require_choice, require_int, require_number
+from pdlab.requirements import require_choice
 from pdlab.trace import FailureRecord, TransferRecord
 
-MODES = ("aggregated", "disaggregated")
-TRANSFERS = ("stream", "push", "pull")
-ON_FAILURE = ("recompute", "fail")
-
-
-@dataclass(frozen=True)
-class RouterConfig:
-    """How a router routes.
-
-    Raises:
-        ValueError: a field is out of range.
-    """
-
-    mode: str = "disaggregated"
-    """`aggregated`: each worker serves whole requests, as its engine's batching says;
-    `disaggregated`: prompts on some, outputs on others."""
-    transfer: str = "stream"
-    """`stream`: room is reserved before the prompt runs, and K and V leave layer by layer as they
-    are computed; `push` and `pull`: the whole prompt, once it is computed and there is room."""
-    local_prefill_tokens: int = 0
-    """Prompts with no more than this many tokens that the decode worker has not cached are computed
-    there."""
-    max_backlog_tokens: int = 16384
-    """Prompt tokens that wait at one worker; further requests wait at the router."""
-    on_failure: str = "recompute"
-    """`recompute`: what a lost worker had is computed elsewhere, from the tokens that were handed
-    on; `fail`: the request ends with an error."""
-    max_attempts: int = 4
-    """Times that a request is begun."""
-    max_transfers: int = 2
-    """Times that one attempt's K and V are pushed or pulled."""
-    lease_s: float = 30.0
-    """How long workers keep what nobody renews; the router renews in a third of it."""
-    patience_s: float = 120.0
-    """How long a worker that has requests may say nothing, before it is given up. It answers each
-    renewal, but not before its step is over."""
-
-    def __post_init__(self) -> None:
-        require_choice("mode", self.mode, MODES)
-        require_choice("transfer", self.transfer, TRANSFERS)
-        require_choice("on_failure", self.on_failure, ON_FAILURE)
-        require_int("local_prefill_tokens", self.local_prefill_tokens, least=0)
-        for name in ("max_backlog_tokens", "max_attempts", "max_transfers"):
-            require_int(name, getattr(self, name), least=1)
-        require_number("lease_s", self.lease_s, 0.001, 1e9)
-        require_number("patience_s", self.patience_s, self.lease_s, 1e9)
+__all__ = ["ON_FAILURE", "TRANSFERS", "Router", "RouterConfig"]
 
 
 class Router:
@@ -98,20 +50,23 @@ class Router:
 
     def __init__(self, config: RouterConfig | None = None):
         self.config = config or RouterConfig()
-        self.peers: dict[str, Peer] = {}
+        self.crew = Crew()
+        self.placement = Placement()
         self.jobs: dict[str, Job] = {}
         """Not yet collected."""
+        self.queue: deque[Job] = deque()
+        """Those that wait here to be placed."""
         self.transfers: list[TransferRecord] = []
         self.failures: list[FailureRecord] = []
-        self.placement = Placement()
-        self._queue: deque[Job] = deque()
-        self._commands: defaultdict[str, list[Command]] = defaultdict(list)
-        self._placed_s = 0.0
-        self._renewed_s: float | None = None
         self._lost: dict[Job, FailureRecord] = {}
         """Whose output stands still since a failure."""
 
     # --- workers --------------------------------------------------------------------------------
+
+    @property
+    def peers(self) -> dict[str, Peer]:
+        """All workers that there ever were, by name."""
+        return self.crew.peers
 
     def add_worker(self, hello: Hello, role: Role, clock_offset_s: float = 0.0) -> None:
         """There is another worker.
@@ -122,47 +77,24 @@ class Router:
         Raises:
             ValueError: there is one of this name, or no such role.
         """
-        require_choice("role", role, ROLES)
-        if hello.name in self.peers and self.peers[hello.name].is_alive:
-            raise ValueError(f"name={hello.name!r} is the name of another worker")
-        for peer in self._alive():
-            self._post(peer.name, Meet(hello.name, hello.layout))
-            self._post(hello.name, Meet(peer.name, peer.hello.layout))
-        load = Load(0, 0, 0, 0, hello.num_blocks)
-        self.peers[hello.name] = Peer(hello, role, load, clock_offset_s=clock_offset_s)
+        self.crew.add(hello, role, clock_offset_s)
 
     def set_role(self, name: str, role: Role) -> None:
         """What a worker is sent from now on; what it has, it brings to its end."""
         require_choice("role", role, ROLES)
-        self._peer(name).role = role
+        self.crew.find(name).role = role
 
     def lose_worker(self, name: str, reason: str, now_s: float) -> None:
         """A worker is gone, with all it had."""
-        peer = self._peer(name)
-        if not peer.is_alive:
+        if not self.crew.find(name).is_alive:
             return
-        peer.is_alive = False
-        self._commands.pop(name, None)
         self.placement.forget(name)
-        jobs = [job for job in peer.jobs.values() if job.stage is not Stage.DONE]
+        jobs = self.crew.lose(name)
         record = FailureRecord(now_s, name, reason, [job.request_id for job in jobs])
         self.failures.append(record)
-        peer.jobs.clear()
         for job in jobs:
             self._lost[job] = record
-            if job.decode_on == name:
-                job.decode_on = job.num_cached_tokens = None
-            if job.prefill_on == name:
-                job.prefill_on, job.is_held = None, False
             self._carry_on(job, f"worker {name} is lost: {reason}")
-
-    def _alive(self) -> list[Peer]:
-        return [peer for peer in self.peers.values() if peer.is_alive]
-
-    def _peer(self, name: str) -> Peer:
-        if name not in self.peers:
-            raise ValueError(f"name={name!r} is no worker: {', '.join(self.peers) or 'none'}")
-        return self.peers[name]
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -171,43 +103,15 @@ class Router:
         metrics = RequestMetrics(arrival.time_s, num_prompt_tokens=len(state.prompt_ids))
         job = Job(request_id, replace(state, output_ids=list(state.output_ids)), arrival, metrics)
         self.jobs[request_id] = job
-        self._queue.append(job)
+        self.queue.append(job)
         return job
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; one that is over stays so."""
         job = self.jobs.get(request_id)
         if job is not None and job.stage is not Stage.DONE:
-            self._leave(job)
+            self.crew.abort(job)
             self._finish(job)
-
-    def prefill_wait_s(self, peers: Iterable[Peer], now_s: float) -> float:
-        """How long the longest-waiting prompt has waited for its first step, here or on these.
-
-        Not those that wait for room where they will decode, nor those that wait here behind them.
-        """
-        names = {peer.name for peer in peers}
-        jobs = [job for peer in self.peers.values() for job in peer.jobs.values()]
-        if not any(job.stage is Stage.RESERVING for job in jobs):
-            jobs += self._queue
-        came_s = [
-            job.arrival.time_s
-            for job in jobs
-            if job.metrics.first_scheduled_s is None
-            and job.stage is not Stage.RESERVING
-            and (job.prefill_on or "") in {*names, ""}
-        ]
-        return now_s - min(came_s, default=now_s)
-
-    def decode_fill(self, peers: Sequence[Peer]) -> float:
-        """Part of these workers' seats that requests have or ask for."""
-        seats = sum(peer.hello.max_num_seqs for peer in peers)
-        return sum(len(peer.jobs) for peer in peers) / seats if seats else 0.0
-
-    @property
-    def num_queued(self) -> int:
-        """Requests that wait at the router."""
-        return len(self._queue)
 
     @property
     def has_work(self) -> bool:
@@ -215,112 +119,59 @@ class Router:
 
     def take_commands(self, now_s: float) -> dict[str, list[Command]]:
         """Place who can be placed; all commands since the last call, by worker, in order."""
-        self._placed_s = now_s
-        while self._queue:
-            job = self._queue.popleft()
-            if not self._place(job):
-                self._queue.appendleft(job)
-                break
-        self._renew(now_s)
-        commands, self._commands = self._commands, defaultdict(list)
-        return commands
-
-    def _post(self, name: str, command: Command) -> None:
-        self._commands[name].append(command)
-
-    def _renew(self, now_s: float) -> None:
-        """Keep the leases of all that is wanted."""
-        if self._renewed_s is not None and now_s - self._renewed_s < self.config.lease_s / 3:
-            return
-        self._renewed_s = now_s
-        for peer in self._alive():
-            if peer.jobs and now_s - peer.heard_s > self.config.patience_s:
-                self.lose_worker(
-                    peer.name, f"it said nothing for {now_s - peer.heard_s:.0f} s", now_s
-                )
-            elif peer.jobs:
-                self._post(peer.name, Renew(list(peer.jobs)))
+        self.crew.now_s = now_s
+        while self.queue and self._place(self.queue[0]):
+            pass
+        config = self.config
+        for name, silence_s in self.crew.renew(config.lease_s / 3, config.patience_s).items():
+            self.lose_worker(name, f"it said nothing for {silence_s:.0f} s", now_s)
+        return self.crew.take_commands()
 
     # --- placing --------------------------------------------------------------------------------
 
     def _place(self, job: Job) -> bool:
-        """Send a request on its way; False if it has to wait here."""
-        alive = self._alive()
-        if not alive:
-            self._finish(job, "no worker is left")
+        """Send the first of the queue on its way; False if it has to wait here."""
+        alive = self.crew.alive
+        able = [peer for peer in alive if peer.name not in job.refused_by]
+        if not able:
+            could = " that could serve it" if alive else ""
+            self._finish(job, f"no worker is left{could}")
             return True
         job.num_sent = job.state.num_tokens
-        able = [p for p in alive if p.name not in job.refused_by]
-        if not able:
-            self._finish(job, "no worker is left that could serve it")
-            return True
-        if self.config.mode == "aggregated":
-            return self._serve(job, self.placement.least_loaded(able, job.state))
-        decodes = [p for p in able if p.role != "prefill"]
-        prefills = [p for p in able if p.role != "decode" and not self._takes(p)]
-        givable = [p for p in decodes if not self._gives(p)]
-        if not prefills or not givable:
-            return self._serve(job, self.placement.least_loaded(decodes or able, job.state))
-        there = self.placement.for_decode(givable, job.state)
-        if self.placement.num_uncached(there, job.state) <= self.config.local_prefill_tokens:
-            return self._serve(job, there)
-        here = self.placement.for_prefill(prefills, job.state)
-        if here is there:
-            return self._serve(job, there)
-        if self._is_full(here):
+        plan = self.placement.plan(able, job.state, self.config)
+        if self.placement.is_full(plan.first, self.config):
             return False
-        self._assign(job, here)
-        job.prefill_on = here.name
+        self.queue.popleft()
+        self.crew.assign(job, plan.first)
+        if plan.here is None:
+            job.decode_on, job.stage = plan.there.name, Stage.SERVING
+            self._post(plan.there.name, Serve(job.name, job.sent_state, job.arrival))
+            return True
+        job.prefill_on = plan.here.name
         if self.config.transfer == "stream":
-            self._reserve(job, there)
+            self._reserve(job, plan.there)
         else:
             job.stage = Stage.PREFILLING
-            self._post(here.name, Prefill(job.name, job.sent_state, job.arrival))
+            self._post(plan.here.name, Prefill(job.name, job.sent_state, job.arrival))
         return True
 
-    def _gives(self, peer: Peer) -> bool:
-        """Whether it computes or holds prompts for others.
-
-        Nobody gives and takes at once: two workers whose seats are taken by prompts that wait for
-        room at the other one, or by rooms that wait for prompts from there, would wait for ever.
-        """
-        return any(job.prefill_on == peer.name for job in peer.jobs.values())
-
-    def _takes(self, peer: Peer) -> bool:
-        """Whether it has rooms, or shall have some, for prompts from others."""
-        return any(job.prefill_on and job.decode_on == peer.name for job in peer.jobs.values())
-
-    def _is_full(self, peer: Peer) -> bool:
-        backlog = self.placement.backlog_tokens(peer)
-        return backlog > 0 and backlog >= self.config.max_backlog_tokens
-
-    def _serve(self, job: Job, peer: Peer) -> bool:
-        if self._is_full(peer):
-            return False
-        self._assign(job, peer)
-        job.decode_on, job.stage = peer.name, Stage.SERVING
-        self._post(peer.name, Serve(job.name, job.sent_state, job.arrival))
-        return True
-
-    def _assign(self, job: Job, peer: Peer) -> None:
-        if not peer.jobs:
-            peer.heard_s = self._placed_s
-        peer.jobs[job.name] = job
+    def _post(self, name: str, command: Command) -> None:
+        self.crew.post(name, command)
 
     def _reserve(self, job: Job, peer: Peer) -> None:
         """Ask for room."""
-        self._assign(job, peer)
+        self.crew.assign(job, peer)
         job.decode_on, job.stage, job.num_cached_tokens = peer.name, Stage.RESERVING, None
         self._post(peer.name, Reserve(job.name, job.sent_state, job.arrival))
 
     def _find_room(self, job: Job) -> None:
         """Ask for room for a prompt that is computed."""
         others = [
-            p
-            for p in self._alive()
-            if p.name not in {job.prefill_on, *job.refused_by} and not self._gives(p)
+            peer
+            for peer in self.crew.alive
+            if peer.name not in {job.prefill_on, *job.refused_by} and not peer.gives
         ]
-        decodes = [p for p in others if p.role != "prefill"] or others
+        decodes = [peer for peer in others if peer.role != "prefill"] or others
         if not decodes:
             self._begin_again(job, "no worker is left to go on with it")
             return
@@ -353,8 +204,8 @@ class Router:
 
     def on_event(self, name: str, event: Event, now_s: float) -> None:
         """Book what a worker tells, and decide what follows."""
-        peer = self._peer(name)
-        peer.heard_s = now_s
+        peer = self.crew.find(name)
+        peer.heard_s = self.crew.now_s = now_s
         if isinstance(event, Load):
             peer.load = event
             self.placement.learn(peer, event)
@@ -423,14 +274,7 @@ class Router:
         self.transfers.append(transfer)
         self.placement.note(there, job.sent_state)
         job.stage = Stage.DECODING
-        self._release(job)
-
-    def _release(self, job: Job) -> None:
-        """The prompt's worker may forget it."""
-        if job.prefill_on is not None:
-            self.peers[job.prefill_on].jobs.pop(job.name, None)
-            self._post(job.prefill_on, Release(job.name))
-            job.prefill_on, job.is_held = None, False
+        self.crew.release(job)
 
     def _on_ended(self, job: Job, event: Ended) -> None:
         job.prompt_logprobs |= event.prompt_logprobs
@@ -438,16 +282,12 @@ class Router:
         job.error = ValueError(event.error) if event.error else None
         for name in job.workers:
             self.placement.note(self.peers[name], job.state)
-        self._leave(job)
+        self.crew.abort(job)
         self._end(job)
 
     def _on_failed(self, job: Job, peer: Peer, event: Failed) -> None:
         """A worker gave a request up, and has nothing of it any more."""
-        peer.jobs.pop(job.name, None)
-        if job.decode_on == peer.name:
-            job.decode_on = job.num_cached_tokens = None
-        if job.prefill_on == peer.name:
-            job.prefill_on, job.is_held = None, False
+        self.crew.drop(job, peer)
         if event.refused:
             self._on_refused(job, peer, event.reason)
         else:
@@ -456,11 +296,11 @@ class Router:
     def _on_refused(self, job: Job, peer: Peer, reason: str) -> None:
         """A worker can never serve a request: others may, unless all who could end it refused."""
         job.refused_by.add(peer.name)
-        alive = self._alive()
+        alive = self.crew.alive
         is_whole = self.config.mode == "aggregated"
         enders = [p for p in alive if is_whole or p.role != "prefill"] or alive
         if all(p.name in job.refused_by for p in enders):
-            self._leave(job)
+            self.crew.abort(job)
             self._finish(job, reason)
         elif job.is_held:
             self._find_room(job)
@@ -472,7 +312,7 @@ class Router:
     def _carry_on(self, job: Job, reason: str) -> None:
         """One of a request's workers has lost it: use what the other one has, or begin again."""
         if self.config.on_failure == "fail":
-            self._leave(job)
+            self.crew.abort(job)
             self._finish(job, reason)
         elif job.decode_on is not None and job.stage is Stage.DECODING:
             pass  # its prompt is where it has to be
@@ -491,25 +331,17 @@ class Router:
 
     def _begin_again(self, job: Job, reason: str) -> None:
         """From the tokens that were handed on, on whoever there is."""
-        self._leave(job)
+        self.crew.abort(job)
         if job.attempt + 1 - len(job.refused_by) >= self.config.max_attempts:
             self._finish(job, f"given up after {job.attempt + 1} attempts: {reason}")
             return
         job.begin_again()
-        self._queue.appendleft(job)
-
-    def _leave(self, job: Job) -> None:
-        """Have all workers forget a request."""
-        for name in job.workers:
-            if self.peers[name].jobs.pop(job.name, None):
-                self._post(name, Abort(job.name))
-        job.prefill_on = job.decode_on = None
-        job.is_held = False
+        self.queue.appendleft(job)
 
     def _finish(self, job: Job, error: str = "") -> None:
         """End a request from here: aborted, or because of an error."""
-        if job in self._queue:
-            self._queue.remove(job)
+        if job in self.queue:
+            self.queue.remove(job)
         job.error = ValueError(error) if error else None
         job.chunks.append(Chunk("", [], finish_reason="error" if error else "abort"))
         self._end(job)

@@ -6,7 +6,7 @@ import pytest
 
 from pdlab import EngineConfig, SamplingParams
 from pdlab.costmodel import LinearStepTimes
-from pdlab.disagg.control import RoleController
+from pdlab.disagg.control import RoleController, prefill_wait_s
 from pdlab.disagg.messages import Arrival, Reserve, Reserved, Started
 from pdlab.disagg.router import Router, RouterConfig
 from pdlab.disagg.simulated.spec import SimulatedSpec
@@ -77,7 +77,7 @@ def test_prompts_that_wait_for_room_are_no_work_for_a_prefiller():
     router = router_of(p0="prefill", p1="prefill", d="decode")
     submit(router, 8)
     router.take_commands(0.0)
-    assert router.prefill_wait_s(router.peers.values(), 60.0) == 0
+    assert prefill_wait_s(router, router.peers.values(), 60.0) == 0
     assert RoleController(router).look(60.0).role == "decode"
 
 
