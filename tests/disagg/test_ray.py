@@ -185,11 +185,12 @@ def test_a_worker_that_cannot_be_made_says_why(cluster: RayCluster, model: Model
 def test_kv_and_logits_are_those_of_one_engine_bit_for_bit(
     cluster: RayCluster, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pdlab.disagg.hosts import ray_cluster as actors
+    from pdlab.disagg.hosts import ray_actor as actors
+    from pdlab.disagg.hosts.ray_cluster import ray_cluster
 
     root = str(ROOT)
 
-    class Watched(actors._WorkerActor):
+    class Watched(actors.WorkerActor):
         def __init__(self, spec: WorkerSpec):
             sys.path.insert(0, root)
             from tests.disagg.watching import watch_all
@@ -197,9 +198,9 @@ def test_kv_and_logits_are_those_of_one_engine_bit_for_bit(
             watch_all()
             super().__init__(spec)
 
-    monkeypatch.setattr(actors, "_WorkerActor", Watched)
+    monkeypatch.setattr(actors, "WorkerActor", Watched)
     options = actors.ActorOptions(num_cpus=0)
-    with actors.ray_cluster(model, pair_of(TransportSpec("ray")), options=options) as other:
+    with ray_cluster(model, pair_of(TransportSpec("ray")), options=options) as other:
         check_both_ways(other)
 
 

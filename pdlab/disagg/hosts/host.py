@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from pdlab.disagg.messages import Command, Event, Hello, Load
@@ -66,6 +68,17 @@ class Host(Protocol):
     def close(self) -> None:
         """End it in good order."""
         ...
+
+
+@contextmanager
+def closed_on_error(hosts: Sequence[Host]) -> Iterator[None]:
+    """Closes these hosts, and those that are added meanwhile, if their cluster does not begin."""
+    try:
+        yield
+    except BaseException:
+        for host in hosts:
+            host.close()
+        raise
 
 
 class LocalHost:

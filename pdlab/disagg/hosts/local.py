@@ -7,7 +7,7 @@ from typing import Any
 
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.control import RoleController
-from pdlab.disagg.hosts.host import LocalHost
+from pdlab.disagg.hosts.host import LocalHost, closed_on_error
 from pdlab.disagg.router import Router, RouterConfig
 from pdlab.disagg.transport.in_process import InProcess, Switchboard
 from pdlab.disagg.transport.link import Link
@@ -53,13 +53,10 @@ def local_cluster(
         *((f"d{i}", "decode", decode_config or config) for i in range(num_decode)),
     ]
     board = Switchboard()
-    hosts: list[tuple[LocalHost, Role]] = []
-    try:
-        for name, role, own in roles:
+    hosts: list[LocalHost] = []
+    with closed_on_error(hosts):
+        for name, _, own in roles:
             transport = InProcess(board, name, link=link)
-            hosts.append((LocalHost(Worker(name, Engine(model, own), transport, **options)), role))
-        return Cluster(model, hosts, router, control=control, seed=seed)
-    except BaseException:
-        for host, _ in hosts:
-            host.close()
-        raise
+            hosts.append(LocalHost(Worker(name, Engine(model, own), transport, **options)))
+        members = [(host, role) for host, (_, role, _) in zip(hosts, roles, strict=True)]
+        return Cluster(model, members, router, control=control, seed=seed)

@@ -17,7 +17,8 @@ from pdlab.disagg.hosts.command_line import (
     worker_spec,
 )
 from pdlab.disagg.hosts.host import WorkerDied
-from pdlab.disagg.hosts.ray_cluster import STRATEGIES, ActorOptions, ray_cluster
+from pdlab.disagg.hosts.ray_actor import ActorOptions
+from pdlab.disagg.hosts.ray_cluster import STRATEGIES, ray_cluster
 from pdlab.disagg.hosts.spec import TransportSpec
 from pdlab.disagg.transport.sockets import new_token
 from pdlab.models import load_outline

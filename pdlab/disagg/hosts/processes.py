@@ -16,7 +16,6 @@ import pickle
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -25,19 +24,17 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
-from typing import Any
 
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.control import RoleController
-from pdlab.disagg.hosts.host import WorkerDied
+from pdlab.disagg.hosts.host import WorkerDied, closed_on_error
 from pdlab.disagg.hosts.loop import CLOSE_S, START_S, Stop, serve
 from pdlab.disagg.hosts.remote_host import RemoteHost
+from pdlab.disagg.hosts.socket_channel import SocketChannel
 from pdlab.disagg.hosts.spec import WorkerSpec, make_worker
 from pdlab.disagg.router import Router, RouterConfig
 from pdlab.models import Model
 
-LENGTH = struct.Struct("!Q")
-READ_BYTES = 1 << 18
 MOST_REASON_CHARS = 4000
 """Of what a worker wrote before it died: the last of it is kept."""
 BOOT = """
@@ -50,87 +47,6 @@ from pdlab.disagg.hosts.processes import main
 main(descriptor)
 """
 """What a worker's interpreter runs. The cores are set before torch counts them."""
-
-
-class SocketChannel:
-    """Messages over a socket, pickled. Both ends trust each other: one has started the other."""
-
-    def __init__(self, connected: socket.socket):
-        connected.setblocking(False)
-        self._socket = connected
-        self._outgoing = bytearray()
-        self._incoming = bytearray()
-        self._has_ended = False
-
-    def fileno(self) -> int:
-        """For `multiprocessing.connection.wait`: readable when something came, or the end did."""
-        return self._socket.fileno()
-
-    def send(self, message: Any) -> None:
-        """Queue a message. If nobody is there any more, `receive` says so."""
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._outgoing += LENGTH.pack(len(data)) + data
-        with contextlib.suppress(OSError):
-            self.flush()
-
-    def flush(self) -> bool:
-        """Send what the other end has room for; whether that was all.
-
-        Raises:
-            OSError: the other end is gone.
-        """
-        while self._outgoing:
-            try:
-                num_sent = self._socket.send(self._outgoing[:READ_BYTES])
-            except BlockingIOError:
-                return False
-            del self._outgoing[:num_sent]
-        return True
-
-    def drain(self) -> None:
-        """Send all there is, and wait for room as long as it takes.
-
-        Raises:
-            OSError: the other end is gone.
-        """
-        while not self.flush():
-            select.select([], [self._socket], [])
-
-    def receive(self) -> list[Any]:
-        """The messages that have come; never waits. Sends what can be sent now.
-
-        Raises:
-            EOFError: there will be no more.
-        """
-        with contextlib.suppress(OSError):
-            self.flush()
-        while not self._has_ended:
-            try:
-                data = self._socket.recv(READ_BYTES)
-            except BlockingIOError:
-                break
-            except OSError:
-                data = b""
-            self._has_ended = not data
-            self._incoming += data
-        messages = list(iter(self._next, None))
-        if self._has_ended and not messages:
-            raise EOFError("the other end is gone")
-        return messages
-
-    def _next(self) -> Any:
-        """The next message; None if it has not come, or not wholly."""
-        if len(self._incoming) < LENGTH.size:
-            return None
-        end = LENGTH.size + LENGTH.unpack_from(self._incoming)[0]
-        if len(self._incoming) < end:
-            return None
-        message = pickle.loads(self._incoming[LENGTH.size : end])
-        del self._incoming[:end]
-        return message
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 # --- in the worker's process --------------------------------------------------------------------
@@ -153,10 +69,10 @@ def main(descriptor: int) -> None:
         spec, *others = channel.receive()
         if others:  # nobody is told more before it has said hello, except to stop
             os._exit(0)
-        if spec.num_threads or spec.cores:
+        if spec.threads:
             import torch
 
-            torch.set_num_threads(spec.num_threads or len(spec.cores))
+            torch.set_num_threads(spec.threads)
         serve(make_worker(spec), channel)
     except BaseException:
         traceback.print_exc()
@@ -324,13 +240,9 @@ def process_cluster(
         WorkerDied: one did not begin; the others are ended.
     """
     hosts = start_processes(specs, start_timeout_s=start_timeout_s)
-    try:
+    with closed_on_error(hosts):
         members = [(host, host.spec.role) for host in hosts]
         return Cluster(model, members, router, control=control, seed=seed)
-    except BaseException:
-        for host in hosts:
-            host.close()
-        raise
 
 
 def _command(spec: WorkerSpec) -> list[str]:
@@ -346,5 +258,4 @@ def _command(spec: WorkerSpec) -> list[str]:
 
 
 def _environment(spec: WorkerSpec) -> dict[str, str]:
-    threads = spec.num_threads or (len(spec.cores) if spec.cores else 0)
-    return os.environ | ({"OMP_NUM_THREADS": str(threads)} if threads else {})
+    return os.environ | ({"OMP_NUM_THREADS": str(spec.threads)} if spec.threads else {})

@@ -135,6 +135,11 @@ class WorkerSpec:
         for name in ("lease_s", "transfer_timeout_s"):
             require_number(name, getattr(self, name), 0.001, MOST_SECONDS)
 
+    @property
+    def threads(self) -> int | None:
+        """Of torch, in a process of its own; None for torch's own choice."""
+        return self.num_threads or (len(self.cores) if self.cores else None)
+
     def _check_cores(self) -> None:
         if self.cores is None:
             return

@@ -72,7 +72,7 @@ class TorchDistributed(CarriedTransport):
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}; it must be from 0 to {world_size - 1}")
         timeout = timedelta(seconds=connect_timeout_s)
-        carrier = _TorchCarrier(store, rank, world_size, torch.device(device), host, timeout)
+        carrier = TorchCarrier(store, rank, world_size, torch.device(device), host, timeout)
         backend = "gloo" if carrier.device.type == "cpu" else "nccl"
         name = f"torch.distributed ({backend})"
         super().__init__(carrier, name=name, link=link, clock=clock)
@@ -104,7 +104,9 @@ def address_of_rank(rank: int) -> Address:
     return Address("torch.distributed", f"rank-{rank}", str(rank))
 
 
-class _TorchCarrier(Carrier):
+class TorchCarrier(Carrier):
+    """Moves frames between ranks; see `TorchDistributed` for the arguments."""
+
     def __init__(
         self,
         store: dist.Store,
@@ -161,7 +163,7 @@ class _Pair:
 
     def __init__(
         self,
-        carrier: _TorchCarrier,
+        carrier: TorchCarrier,
         peer: Address,
         store: dist.Store,
         me: int,
