@@ -23,6 +23,13 @@ PARCEL_BYTES = 16 * 2**20
 """Whole prompts travel in parcels of some layers, of no more than about this."""
 
 
+def whole_parcels(layer_bytes: int, num_layers: int) -> Iterator[range]:
+    """The layers of each parcel of a prompt that travels at once."""
+    at_once = max(1, PARCEL_BYTES // max(1, layer_bytes))
+    for first in range(0, num_layers, at_once):
+        yield range(first, min(first + at_once, num_layers))
+
+
 @dataclass
 class Outgoing:
     """A request whose K and V leave while they are computed."""
@@ -162,9 +169,7 @@ class PrefillWorker(Half):
         tokens = range(route.num_cached_tokens, num_tokens)
         if not tokens:
             return
-        at_once = max(1, PARCEL_BYTES // max(1, wire.num_bytes(len(tokens), 1)))
-        for first in range(0, self.num_layers, at_once):
-            layers = range(first, min(first + at_once, self.num_layers))
+        for layers in whole_parcels(wire.num_bytes(len(tokens), 1), self.num_layers):
             payload = self.engine.pack_kv(request_id, layers, tokens, wire)
             is_last = layers.stop == self.num_layers
             yield make_parcel(transfer_id, layers, tokens, payload, is_last=is_last)

@@ -36,8 +36,10 @@ from pdlab.disagg.messages import (
 )
 from pdlab.disagg.prefill_worker import PrefillWorker
 from pdlab.disagg.transport.interface import Transport
+from pdlab.disagg.transport.link import name_of
 from pdlab.engine import Engine, SequenceState
 from pdlab.engine.interrupts import undisturbed
+from pdlab.engine.scheduler import Scheduler
 from pdlab.trace import StepRecord
 
 Role = Literal["prefill", "decode", "both"]
@@ -94,7 +96,7 @@ class Worker:
             clock_s=(now_s := self.clock()),
             epoch_s=now_s - self.engine.now_s(),
             has_prefix_cache=self.engine.config.enable_prefix_cache,
-            link=link.name or "a link" if (link := self.transport.link) else "",
+            link=name_of(self.transport.link),
         )
 
     @property
@@ -245,17 +247,30 @@ class Worker:
 
     def load(self, record: StepRecord | None = None) -> Load:
         """How much there is to do, and what the step just made held."""
-        scheduler = self.engine.scheduler
-        return Load(
-            num_waiting=len(scheduler.waiting) + len(self.decode.asked),
-            num_running=len(scheduler.running),
-            num_held=len(scheduler.held),
-            num_reserved=len(scheduler.reserved),
-            num_free_blocks=self.engine.pool.num_free,
-            step_s=None if record is None else record.wall_s,
-            num_prompt_tokens=_num_tokens(record, "prefill"),
-            num_decodes=_num_tokens(record, "decode"),
-        )
+        step_s = None if record is None else record.wall_s
+        prompts, decodes = _num_tokens(record, "prefill"), _num_tokens(record, "decode")
+        return load_of(self.engine.scheduler, len(self.decode.asked), step_s, prompts, decodes)
+
+
+def load_of(
+    scheduler: Scheduler, num_asked: int, step_s: float | None, num_prompt_tokens: int, decodes: int
+) -> Load:
+    """What a worker, real or simulated, tells of how much it has to do.
+
+    Args:
+        num_asked: requests that wait for room.
+        step_s, num_prompt_tokens, decodes: of the last step.
+    """
+    return Load(
+        num_waiting=len(scheduler.waiting) + num_asked,
+        num_running=len(scheduler.running),
+        num_held=len(scheduler.held),
+        num_reserved=len(scheduler.reserved),
+        num_free_blocks=scheduler.kv.pool.num_free,
+        step_s=step_s,
+        num_prompt_tokens=num_prompt_tokens,
+        num_decodes=decodes,
+    )
 
 
 def _num_tokens(record: StepRecord | None, phase: str) -> int:

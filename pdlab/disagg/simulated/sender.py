@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from pdlab.disagg.messages import Route
+from pdlab.disagg.prefill_worker import whole_parcels
 from pdlab.disagg.simulated.spec import (
     AnyWire,
     PlainWire,
     Shipment,
     SimulatedSpec,
     booked,
-    whole_parcels,
 )
 from pdlab.disagg.transport.link import Bookings
 from pdlab.trace import ParcelRecord
@@ -46,11 +46,6 @@ class SimulatedSender:
         self._bookings = Bookings(self.spec.link)
         self._outgoing: dict[str, _Outgoing] = {}
 
-    @property
-    def link_name(self) -> str:
-        link = self.spec.link
-        return link.name or "a link" if link else ""
-
     def wire(self, source: str, target: str) -> AnyWire:
         """How K and V travel between two workers.
 
@@ -71,7 +66,7 @@ class SimulatedSender:
         """Send what the receiver lacks; returns when it is packed."""
         tokens = range(route.num_cached_tokens, num_tokens)
         wire, parcels = self.wire(self.name, route.worker), []
-        for layers in whole_parcels(wire, tokens, self.spec.total_layers):
+        for layers in self._parcels(wire, tokens):
             now_s += self.spec.pack_s_per_byte * wire.num_bytes(len(tokens), len(layers))
             parcels.append(booked(self._bookings, wire, layers, tokens, now_s))
         self._ship(request_id, self.name, route.worker, "push", parcels)
@@ -82,9 +77,13 @@ class SimulatedSender:
         wire = self.wire(source, self.name)
         parcels = [
             booked(self._bookings, wire, layers, tokens, now_s)
-            for layers in whole_parcels(wire, tokens, self.spec.total_layers)
+            for layers in self._parcels(wire, tokens)
         ]
         self._ship(request_id, source, self.name, "pull", parcels)
+
+    def _parcels(self, wire: AnyWire, tokens: range) -> Iterable[range]:
+        layer_bytes = wire.num_bytes(len(tokens), 1)
+        return whole_parcels(layer_bytes, self.spec.total_layers) if tokens else ()
 
     def _ship(
         self, request_id: str, source: str, target: str, kind: str, parcels: list[ParcelRecord]

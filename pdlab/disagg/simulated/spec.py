@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pdlab.costmodel import StepTimes
-from pdlab.disagg.prefill_worker import PARCEL_BYTES
 from pdlab.disagg.transport.link import Bookings, Link
 from pdlab.disagg.worker import Role
 from pdlab.engine import EngineConfig
@@ -108,14 +106,6 @@ class Shipment:
     @property
     def num_bytes(self) -> int:
         return sum([parcel.num_bytes for parcel in self.parcels])
-
-
-def whole_parcels(wire: AnyWire, tokens: range, num_layers: int) -> Iterator[range]:
-    """The layers of each parcel of a prompt that travels at once, as of `PrefillWorker`."""
-    if tokens:
-        at_once = max(1, PARCEL_BYTES // max(1, wire.num_bytes(len(tokens), 1)))
-        for first in range(0, num_layers, at_once):
-            yield range(first, min(first + at_once, num_layers))
 
 
 def booked(

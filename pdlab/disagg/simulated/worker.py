@@ -47,6 +47,8 @@ from pdlab.disagg.simulated.receiver import SimulatedReceiver
 from pdlab.disagg.simulated.sender import SimulatedSender
 from pdlab.disagg.simulated.spec import Shipment, SimulatedSpec
 from pdlab.disagg.transport.interface import Address, Ticket
+from pdlab.disagg.transport.link import name_of
+from pdlab.disagg.worker import load_of
 from pdlab.engine import Chunk, RequestMetrics
 from pdlab.workload.simulated_engine import TOKEN, Outcome, SimulatedEngine
 
@@ -138,7 +140,7 @@ class SimulatedWorker:
             clock_s=0.0,
             epoch_s=0.0,
             has_prefix_cache=config.enable_prefix_cache,
-            link=self.sender.link_name,
+            link=name_of(self.spec.link),
         )
 
     def take_sent(self) -> list[Shipment]:
@@ -329,17 +331,12 @@ class SimulatedWorker:
                 del tasks[name]
 
     def _load_of(self, outcome: Outcome | None) -> Load:
-        scheduler, span = self.engine.scheduler, outcome.span if outcome else None
-        return Load(
-            num_waiting=len(scheduler.waiting) + len(self.receiver.asked),
-            num_running=len(scheduler.running),
-            num_held=len(scheduler.held),
-            num_reserved=len(scheduler.reserved),
-            num_free_blocks=self.engine.pool.num_free,
-            step_s=span.wall_s / span.num_steps if span else None,
-            num_prompt_tokens=span.num_prompt_tokens if span else 0,
-            num_decodes=len(span.decodes) if span else 0,
-        )
+        num_asked = len(self.receiver.asked)
+        if outcome is None:
+            return load_of(self.engine.scheduler, num_asked, None, 0, 0)
+        span = outcome.span
+        step_s, decodes = span.wall_s / span.num_steps, len(span.decodes)
+        return load_of(self.engine.scheduler, num_asked, step_s, span.num_prompt_tokens, decodes)
 
 
 def _produced(request_id: str, times_s: list[float], *, is_last: bool) -> Produced:

@@ -75,6 +75,11 @@ to nothing against the time that a parcel of megabytes takes.
 """
 
 
+def name_of(link: Link | None) -> str:
+    """What records call a link; "" where there is none."""
+    return link.name or "a link" if link else ""
+
+
 class Bookings:
     """When one end of a link is free: each parcel is booked behind the one before it."""
 
