@@ -1,0 +1,83 @@
+"""y = x W^T with a packed weight, on the threads of a team."""
+
+import threading
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+
+from . import reference
+from .target import TARGET
+from .weights import GROUP, Weight
+
+if TYPE_CHECKING:
+    from .team import Team
+
+FP32_ROWS: Final = 16
+"""Up to so many rows `fp32` is multiplied here, more by torch, whose BLAS is then faster."""
+
+_CHUNK_BYTES: Final = 256 * 1024  # what one thread reads in some 30 us
+_CHUNKS_A_THREAD: Final = 4  # at least, if there are as many panels: so that a late one can share
+
+_own = threading.local()
+
+
+def linear(x: torch.Tensor, weight: Weight, team: "Team | None" = None) -> torch.Tensor:
+    """y float32 [rows, out] of x float32 [rows, in]; alone, or on a team's threads.
+
+    Activations are rounded as `activations` says, unless the weight is `fp32`. A row has the same
+    bits whatever rows stand beside it, and on any number of threads (except `fp32` with more than
+    16 rows). Raises ValueError when x is no float32 matrix on the CPU with the weight's width.
+    """
+    if x.ndim != 2 or x.dtype != torch.float32 or x.device.type != "cpu":
+        raise ValueError(
+            f"x: a float32 CPU matrix is needed, not {x.dtype} {tuple(x.shape)} on {x.device}"
+        )
+    if x.shape[1] != weight.in_features:
+        raise ValueError(f"x: it has {x.shape[1]} columns, the weight {weight.in_features}")
+    x = x.detach().contiguous()
+    if TARGET == "torch" or (weight.format == "fp32" and len(x) > FP32_ROWS):
+        return reference.linear(x, weight)
+    y = torch.empty(len(x), weight.out_features)
+    if len(x):
+        _run(x.view(-1).numpy(), len(x), weight, y.view(-1).numpy(), team or _alone())
+    return y
+
+
+def _run(x: np.ndarray, rows: int, weight: Weight, y: np.ndarray, team: "Team") -> None:
+    """Run the step of the weight's format on flat x and y."""
+    from . import linear_steps as steps
+
+    out, width, data = weight.out_features, weight.in_features, weight.data
+    each = panels_per_chunk(weight, rows, team.num_threads)
+    if weight.format == "fp32":
+        team.run(steps.fp32_step, x, rows, data, out, width, y, each)
+    elif weight.format == "int4":
+        codes = np.empty(rows * width, np.int8)
+        scales = np.empty(rows * width // GROUP, np.float32)
+        sums = np.empty_like(scales)
+        team.run(steps.int4_step, x, rows, data, out, width, codes, scales, sums, y, each)
+    else:
+        codes, scales = np.empty(rows * width, np.int16), np.empty(rows, np.float32)
+        row_scales, grouped = weight.scales, weight.format == "q8_0"
+        team.run(
+            steps.int8_step, x, rows, data, row_scales, grouped, out, width, codes, scales, y, each
+        )
+
+
+def panels_per_chunk(weight: Weight, rows: int, num_threads: int) -> int:
+    """How many panels make a chunk: some 30 us of work, fewer if threads would go without."""
+    work = weight.nbytes // weight.panels * max(1, rows // 4)
+    by_work = max(1, _CHUNK_BYTES // work)
+    by_share = max(1, weight.panels // (_CHUNKS_A_THREAD * num_threads))
+    return weight.panels if num_threads == 1 else min(by_work, by_share)
+
+
+def _alone() -> "Team":
+    """A team of the calling thread alone."""
+    from .team import Team
+
+    if not hasattr(_own, "team"):
+        _own.team = Team(1)
+    team: Team = _own.team
+    return team

@@ -1,0 +1,47 @@
+"""The kernels in plain torch: what they must compute, and what runs where they cannot."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import linear as torch_linear
+
+from .weights import GROUP, Weight, unpack
+
+if TYPE_CHECKING:
+    from .team import Team
+
+
+def quantize_groups(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """int8 codes [rows, width], scales and sums [rows, width / 32] of x float32 [rows, width]."""
+    groups = x.view(len(x), -1, GROUP)
+    most = groups.abs().amax(dim=2, keepdim=True)
+    codes = torch.round(groups * _inverse(127.0, most))
+    scales = most.squeeze(2) / 127.0 + (groups * 0).sum(dim=2)
+    return codes.to(torch.int8).view_as(x), scales, scales * codes.sum(dim=2)
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int16 codes [rows, width] and scales [rows] of x float32 [rows, width]."""
+    most = x.abs().amax(dim=1, keepdim=True)
+    codes = torch.round(x * _inverse(32767.0, most))
+    return codes.to(torch.int16), most.squeeze(1) / 32767.0 + (x * 0).sum(dim=1)
+
+
+def rounded(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """The activations as the product with a weight of this format sees them."""
+    if weight.format == "fp32":
+        return x
+    if weight.format == "int4":
+        codes, scales, _ = quantize_groups(x)
+        return (codes.view(len(x), -1, GROUP) * scales[..., None]).view_as(x)
+    codes, scales = quantize_rows(x)
+    return codes * scales[:, None]
+
+
+def linear(x: torch.Tensor, weight: Weight, team: "Team | None" = None) -> torch.Tensor:
+    """y = x W^T, float32 [rows, out], of x float32 [rows, in]; `team` is not used."""
+    return torch_linear(rounded(x, weight), unpack(weight))
+
+
+def _inverse(limit: float, most: torch.Tensor) -> torch.Tensor:
+    return torch.where(most > 0, limit / most, torch.zeros_like(most))
