@@ -517,8 +517,7 @@ plans.close()
 # DistServe's authors published; conversations made up with the lengths and the gaps of a public
 # trace (Azure 2023); 100 Gb/s between any two. Three ways to use them:
 #
-# * **aggregated**: four whole engines, each prompt in one step, before the decodes, as vLLM did at
-#   first.
+# * **prefill first**: four whole engines, prompts before decodes, as vLLM did at first.
 # * **chunked**: four whole engines, chunks of prompts beside decodes (Sarathi-Serve).
 # * **disaggregated**: 1P3D, 2P2D or 3P1D, whichever is best.
 #
@@ -552,7 +551,7 @@ found
 # Much of what is written about disaggregation is true *somewhere*. Look each one up on the map.
 
 # %%
-print("goodput, requests a second and device      aggregated   chunked  disaggregated   simulated")
+print("goodput, requests a second and device   prefill first   chunked  disaggregated   simulated")
 rows = {
     "“it raises throughput” (wide limits)": (5.0, 0.25),
     "“it always improves TTFT”": (0.25, 0.25),
@@ -574,7 +573,7 @@ for text, limits in rows.items():
 # * *"It always improves TTFT."* Only a part of the devices reads prompts. Where they come quickly,
 #   they queue there. It improves TTFT where prompts would have waited behind decodes.
 # * *"It keeps the pace."* Yes. This is what it is for.
-# * *"Merged serving cannot work."* At moderate limits chunked prefill is as good or better.
+# * *"Merged serving cannot work."* At moderate limits it serves more than the split does.
 # * *"It cures the memory explosion."* It holds the weights *twice*. Paging, GQA and quantization
 #   save memory (lessons 03 and 04).
 #
@@ -585,11 +584,12 @@ for text, limits in rows.items():
 # ### All of it on one page
 #
 # Your machine again, and all knobs at once: how many read, chunks on either side, the link, the
-# rate, the limits. Each move is simulated at once, for all three ways, with the step times of your
-# machine as they were recorded for this model; *run it for real* puts processes beside it.
+# rate, the limits. Each move is simulated at once, for all three ways, with the step times that were
+# fitted to your `p0` in section 5; *run it for real* puts real processes beside it. Can you find a
+# rate and limits at which each of the three ways wins?
 
 # %%
-wb.PDLab(model)
+wb.PDLab(model, step_times=twin.times["p0"])
 
 # %% [markdown]
 # ## 8. Write on something cheaper?

@@ -128,15 +128,15 @@ def test_the_corner_of_a_map() -> None:
         "ttfts_s": [0.2, 2.0],
         "tpots_s": [0.03, 0.2],
         "modes": ["chunked", "disaggregated"],
-        "winner": [[1, 1], [0, 0]],
+        "best_modes": [[[], [1, 0]], [[0], [0]]],
         "goodput": [[[0.0, 1.0], [2.0, 3.0]], [[0.5, 1.5], [1.0, 1.0]]],
     }
-    assert lab.corner(shown, "disaggregated") in (CORNERS[(True, False)], CORNERS[(False, False)])
-    assert (
-        lab.corner(shown | {"winner": [[0, 1], [0, 0]]}, "disaggregated") == CORNERS[(True, False)]
+    assert lab.corner(shown, "disaggregated") == CORNERS[(True, False)]
+    assert lab.corner(shown, "chunked") == "everywhere", "a tie is no loss"
+    assert lab.corner(shown | {"best_modes": [[[], [0, 1]], [[1], [1]]]}, "disaggregated") == (
+        "everywhere"
     )
-    assert lab.corner(shown | {"winner": [[-1, 1], [1, 1]]}, "disaggregated") == "everywhere"
-    assert lab.corner(shown | {"winner": [[0, 0], [0, 0]]}, "disaggregated") == "nowhere"
+    assert lab.corner(shown | {"best_modes": [[[0], [0]], [[], []]]}, "disaggregated") == "nowhere"
     assert lab.goodput_at(shown, "chunked", 5.0, 0.25) == 3.0
     assert lab.goodput_at(shown, "disaggregated", 1.0, 0.03) == 1.5
 

@@ -18,11 +18,11 @@ CORNERS = {
 
 def corner(shown: Mapping[str, Any], mode: str) -> str:
     """In which part of a map a mode wins most; `everywhere`, or `nowhere`."""
-    winner = np.array(shown["winner"])
-    wins = winner == shown["modes"].index(mode)
+    place, cells = shown["modes"].index(mode), shown["best_modes"]
+    wins = np.array([[bool(best) and best[0] == place for best in row] for row in cells])
     if not wins.any():
         return "nowhere"
-    if wins[winner >= 0].all():
+    if all(place in best for row in cells for best in row if best):
         return "everywhere"
     y, x = (n // 2 for n in wins.shape)
     parts = {
