@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 from pdlab.disagg.jobs import Job, Peer, Stage
@@ -19,7 +20,7 @@ class Crew:
         self.now_s = 0.0
         """Set by the router, whenever it is told."""
         self._commands: defaultdict[str, list[Command]] = defaultdict(list)
-        self._renewed_s: float | None = None
+        self._renew_at_s = -math.inf
 
     @property
     def alive(self) -> list[Peer]:
@@ -47,6 +48,7 @@ class Crew:
         for peer in self.alive:
             self.post(peer.name, Meet(hello.name, hello.layout))
             self.post(hello.name, Meet(peer.name, peer.hello.layout))
+        self._renew_at_s = -math.inf  # its lease may be shorter than those of others
         load = Load(0, 0, 0, 0, hello.num_blocks)
         self.peers[hello.name] = Peer(hello, role, load, clock_offset_s=clock_offset_s)
 
@@ -94,15 +96,16 @@ class Crew:
     def post(self, name: str, command: Command) -> None:
         self._commands[name].append(command)
 
-    def renew(self, every_s: float, patience_s: float) -> dict[str, float]:
-        """Keep the leases of all that is wanted, now and then.
+    def renew(self, lease_s: float, patience_s: float) -> dict[str, float]:
+        """Keep the leases of all that is wanted, in a third of the shortest one or of `lease_s`.
 
         Returns:
             who has requests and has said nothing for longer than `patience_s`: for how long.
         """
-        if self._renewed_s is not None and self.now_s - self._renewed_s < every_s:
+        if self.now_s < self._renew_at_s:
             return {}
-        self._renewed_s = self.now_s
+        shortest_s = min([lease_s, *(peer.hello.lease_s for peer in self.alive)])
+        self._renew_at_s = self.now_s + shortest_s / 3
         silent = {}
         for peer in self.alive:
             if peer.jobs and self.now_s - peer.heard_s > patience_s:

@@ -18,6 +18,7 @@ With `pull` the router has P `Publish` instead of `Send`, and D `Fetch` what was
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -167,6 +168,8 @@ class Hello:
     has_prefix_cache: bool = True
     link: str = ""
     """The simulated link that it sends and fetches over, if there is one."""
+    lease_s: float = math.inf
+    """How long it keeps what nobody renews."""
 
 
 @dataclass(frozen=True)

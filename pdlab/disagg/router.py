@@ -123,7 +123,7 @@ class Router:
         while self.queue and self._place(self.queue[0]):
             pass
         config = self.config
-        for name, silence_s in self.crew.renew(config.lease_s / 3, config.patience_s).items():
+        for name, silence_s in self.crew.renew(config.lease_s, config.patience_s).items():
             self.lose_worker(name, f"it said nothing for {silence_s:.0f} s", now_s)
         return self.crew.take_commands()
 

@@ -38,7 +38,7 @@ class RouterConfig:
     max_transfers: int = 2
     """Times that one attempt's K and V are pushed or pulled."""
     lease_s: float = 30.0
-    """How long workers keep what nobody renews; the router renews in a third of it."""
+    """The router renews what workers keep in a third of it, or of their own shortest lease."""
     patience_s: float = 120.0
     """How long a worker that has requests may say nothing, before it is given up. It answers each
     renewal, but not before its step is over."""

@@ -97,6 +97,7 @@ class Worker:
             epoch_s=now_s - self.engine.now_s(),
             has_prefix_cache=self.engine.config.enable_prefix_cache,
             link=name_of(self.transport.link),
+            lease_s=self.decode.lease_s,
         )
 
     @property

@@ -15,7 +15,6 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from pdlab.disagg.messages import Event
 from pdlab.disagg.worker import Worker
 
 START_S = 120.0
@@ -35,11 +34,15 @@ class Ask:
     """A question, which is answered once all commands before it are obeyed."""
 
     what: Literal["trace", "load", "clock"]
+    number: int = 0
+    """Tells it from others."""
 
 
 @dataclass(frozen=True)
 class Answer:
     value: Any
+    number: int = 0
+    """Of the question."""
 
 
 @dataclass(frozen=True)
@@ -64,30 +67,35 @@ def serve(worker: Worker, pipe: Pipe) -> None:
     """
     try:
         _say(pipe, worker.hello())
-        events: list[Event] = []
+        has_news = False
         while True:
             if worker.is_idle:
                 worker.transport.wait(_seconds_to_lease_end(worker), [pipe])
-            elif not events:
+            elif not has_news:
                 worker.transport.wait(SHORTEST_WAIT_S, [pipe])
             messages = pipe.receive()
             if any(isinstance(message, Stop) for message in messages):
                 return
             lists = [message for message in messages if isinstance(message, list)]
             worker.hear([command for commands in lists for command in commands])
-            if events := worker.take_events():
-                _say(pipe, events)
+            has_news = _tell(worker, pipe)
             worker.step()
-            if news := worker.take_events():
-                _say(pipe, news)
-            events += news
+            has_news |= _tell(worker, pipe)
             for message in messages:
                 if isinstance(message, Ask):
-                    _say(pipe, Answer(_answer(worker, message.what)))
+                    _say(pipe, Answer(_answer(worker, message.what), message.number))
     except (EOFError, ConnectionError):
         pass  # nobody is left to tell
     finally:
         worker.close()
+
+
+def _tell(worker: Worker, pipe: Pipe) -> bool:
+    """Whether there was anything to tell. The list is the pipe's then."""
+    events = worker.take_events()
+    if events:
+        _say(pipe, events)
+    return bool(events)
 
 
 def _say(pipe: Pipe, message: Any) -> None:

@@ -65,8 +65,9 @@ def main(descriptor: int) -> None:
         connected = socket.socket(fileno=descriptor)
         _follow(connected)
         channel = SocketChannel(connected)
-        wait([channel.fileno()])
-        spec, *others = channel.receive()
+        while not (messages := channel.receive()):
+            wait([channel.fileno()])
+        spec, *others = messages
         if others:  # nobody is told more before it has said hello, except to stop
             os._exit(0)
         if spec.threads:

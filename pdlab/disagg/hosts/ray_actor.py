@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ import numpy as np
 import ray
 import torch
 
-from pdlab.disagg.hosts.loop import CLOSE_S, START_S, Stop, serve
+from pdlab.disagg.hosts.loop import CLOSE_S, START_S, Answer, Stop, serve
 from pdlab.disagg.hosts.remote_host import Ended, Inbox, RemoteHost
 from pdlab.disagg.hosts.spec import WorkerSpec, make_worker
 from pdlab.disagg.transport.frames import Frame
@@ -122,7 +123,10 @@ class WorkerActor:
 
 
 class _Pipe:
-    """What `serve` has for a pipe: the actor's calls put in and take out."""
+    """What `serve` has for a pipe: the actor's calls put in and take out.
+
+    What is said is pickled later, by Ray: only it can pickle references to its objects.
+    """
 
     def __init__(self) -> None:
         self._inbox = Inbox()
@@ -134,6 +138,8 @@ class _Pipe:
         self.receive = self._inbox.receive
 
     def send(self, message: Any) -> None:
+        if isinstance(message, Answer):
+            message = deepcopy(message)  # a trace may grow before it is pickled
         with self._change:
             self._said.append(message)
             self._change.notify()
@@ -237,6 +243,7 @@ class _Calls:
     def __init__(self, actor: Any):
         self._actor = actor
         self._inbox = Inbox()
+        self._lock = threading.RLock()  # what was heard is put in before the next call can return
         self._num_sent = 0
         self._is_listening = False
         self.is_over = False
@@ -250,9 +257,10 @@ class _Calls:
         self._num_sent += 1
 
     def receive(self) -> list[Any]:
-        messages = self._inbox.receive()
-        self._listen()
-        return messages
+        with self._lock:
+            messages = self._inbox.receive()
+            self._listen()
+            return messages
 
     def await_end(self, timeout_s: float) -> None:
         """Hear it out."""
@@ -277,8 +285,9 @@ class _Calls:
         reason = None if error is None else brief(error)
         if messages and isinstance(messages[-1], Ended):
             reason = messages.pop().reason
-        self.is_over = reason is not None
-        self._is_listening = False
-        self._inbox.put(*messages)
-        if reason is not None:
-            self._inbox.end("it was killed" if self.was_killed else reason)
+        with self._lock:
+            self.is_over = reason is not None
+            self._is_listening = False
+            self._inbox.put(*messages)
+            if reason is not None:
+                self._inbox.end("it was killed" if self.was_killed else reason)

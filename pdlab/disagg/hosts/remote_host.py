@@ -123,7 +123,9 @@ class RemoteHost:
         self._hello: Hello | None = None
         self._clock_offset_s = 0.0 if shares_clock else None
         self._events: list[Event] = []
-        self._answers: list[Answer] = []
+        self._num_asked = 0
+        self._answers: dict[int, Any] = {}
+        """By the number of the question."""
 
     @property
     def hello(self) -> Hello:
@@ -188,15 +190,18 @@ class RemoteHost:
                 case Hello():
                     self._hello = message
                 case Answer():
-                    self._answers.append(message)
+                    self._answers[message.number] = message.value
                 case _:
                     self._events += message
 
     def _ask(self, what: Literal["trace", "load", "clock"]) -> Any:
         _ = self.hello
-        self.channel.send(Ask(what))
-        self._wait_for(lambda: bool(self._answers), ANSWER_S)
-        return self._answers.pop().value
+        self._num_asked += 1
+        number = self._num_asked
+        self._answers.clear()  # those that came too late
+        self.channel.send(Ask(what, number))
+        self._wait_for(lambda: number in self._answers, ANSWER_S)
+        return self._answers.pop(number)
 
     def _wait_for(self, has_come: Callable[[], bool], timeout_s: float) -> None:
         """Listen until something has come.
