@@ -11,7 +11,8 @@ import pytest
 from pdlab import EngineConfig
 from pdlab.costmodel import LinearStepTimes
 from pdlab.disagg.simulated import search as searches
-from pdlab.disagg.simulated.break_even import break_even, exposed_s, simulated_point
+from pdlab.disagg.simulated.break_even import Latencies, break_even, exposed_s
+from pdlab.disagg.simulated.cluster import simulate_cluster
 from pdlab.disagg.simulated.search import (
     Candidate,
     Machine,
@@ -226,10 +227,14 @@ def test_the_closed_form_is_what_the_simulator_does(kv_bytes, bandwidth):
         bandwidths_bytes_s=[bandwidth],
         latency_s=0.01,
     )
-    simulated = simulated_point(
-        TIMES, SLOW, **shape, kv_bytes_per_token=kv_bytes, link=Link(bandwidth, 0.01)
-    )
+    config = EngineConfig(num_blocks=20, max_num_batched_tokens=132, preemption="recompute")
+    link = Link(bandwidth, 0.01)
+    fast = SimulatedSpec("prefill", config, TIMES, kv_bytes, num_layers=8, link=link)
+    workers = {"fast": fast, "slow": replace(fast, role="decode", step_times=SLOW)}
+    [request] = simulate_cluster([TraceRequest(0.0, 100, 20)], workers).requests
+    metrics = request.metrics
     [point] = found.points
+    simulated = Latencies(metrics.ttft_s, metrics.tpot_s, metrics.e2e_s)
     assert vars(simulated) == pytest.approx(vars(point.split))
 
 

@@ -13,16 +13,11 @@ start: either the link waits for every layer, or every layer but the first waits
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pdlab.costmodel import StepShape, StepTimes, causal_pairs
-from pdlab.disagg.router import RouterConfig
-from pdlab.disagg.simulated.cluster import simulate_cluster
-from pdlab.disagg.simulated.spec import SimulatedSpec
 from pdlab.disagg.transport.link import Link
-from pdlab.engine import EngineConfig
 from pdlab.requirements import require_int
-from pdlab.workload.traces import TraceRequest
 
 
 @dataclass(frozen=True)
@@ -136,44 +131,6 @@ def least_bandwidth(saved_s: float, prefill_s: float, num_layers: int, num_bytes
     hidden_s = prefill_s * (1 - 1 / num_layers)
     layer_s = min(saved_s, (saved_s + hidden_s) / num_layers)
     return num_bytes / num_layers / layer_s
-
-
-def simulated_point(
-    fast: StepTimes,
-    slow: StepTimes,
-    *,
-    num_prompt_tokens: int,
-    num_output_tokens: int,
-    num_layers: int,
-    kv_bytes_per_token: int,
-    link: Link,
-) -> Latencies:
-    """The split of a single request as the simulator has it, with its router and its turns.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
-    num_tokens = num_prompt_tokens + num_output_tokens
-    config = EngineConfig(
-        num_blocks=num_tokens // 16 + 2,
-        max_num_batched_tokens=num_prompt_tokens + 32,
-        preemption="recompute",
-    )
-    prefill = SimulatedSpec(
-        "prefill",
-        config,
-        fast,
-        kv_bytes_per_token=kv_bytes_per_token,
-        num_layers=num_layers,
-        link=link,
-    )
-    workers = {"fast": prefill, "slow": replace(prefill, role="decode", step_times=slow)}
-    request = TraceRequest(0.0, num_prompt_tokens, num_output_tokens)
-    metrics = simulate_cluster([request], workers, RouterConfig()).requests[0].metrics
-    assert metrics.ttft_s is not None
-    assert metrics.tpot_s is not None
-    assert metrics.e2e_s is not None
-    return Latencies(metrics.ttft_s, metrics.tpot_s, metrics.e2e_s)
 
 
 def _prefill_s(times: StepTimes, tokens: int) -> float:
