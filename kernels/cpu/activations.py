@@ -34,6 +34,7 @@ from .weights import GROUP
 
 _LARGEST_BYTE = np.float32(127)
 _LARGEST_SHORT = np.float32(32767)
+_SMALLEST = np.float32(1e-30)  # below, a scale would be no normal number; the codes are zero
 
 
 @kernel
@@ -50,7 +51,7 @@ def quantize_groups(x, x_at, codes, scales, sums, group_at, groups):
             top = larger(magnitude(values), top)
             bad = add_floats(multiply(values, zero_floats()), bad)
         most = largest(top)
-        inverse = repeated(_LARGEST_BYTE / most if most > 0 else np.float32(0))
+        inverse = repeated(_LARGEST_BYTE / most if most > _SMALLEST else np.float32(0))
         code_sum = zero_ints()
         for k in range(0, GROUP, 8):
             rounded = to_ints(multiply(load_floats(x, here + k), inverse))
@@ -70,7 +71,7 @@ def quantize_row(x, x_at, codes, scales, row, width):
         top = larger(magnitude(values), top)
         bad = add_floats(multiply(values, zero_floats()), bad)
     most = largest(top)
-    inverse = repeated(_LARGEST_SHORT / most if most > 0 else np.float32(0))
+    inverse = repeated(_LARGEST_SHORT / most if most > _SMALLEST else np.float32(0))
     for k in range(0, width, 8):
         rounded = to_ints(multiply(load_floats(x, x_at + k), inverse))
         store_as_shorts(codes, row * width + k, rounded)

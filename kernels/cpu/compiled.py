@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numba
 import platformdirs
-from numba import njit
+from numba import config, njit
 
 from .target import TARGET
 
@@ -25,7 +24,7 @@ _KEPT = 4  # folders of other versions that are left in place
 
 # boundscheck: callers check shapes. fastmath stays off: the order of additions is part of what a
 # kernel promises (a row has the same bits in a batch of any size).
-_OPTIONS = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
+_OPTIONS: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy"}
 
 
 def sources_digest() -> str:
@@ -67,12 +66,13 @@ FOLDER = _make_folder()
 @contextlib.contextmanager
 def _code_in(folder: Path | None) -> Iterator[bool]:
     """Where Numba keeps the code of what is decorated inside; yields whether it does at all."""
-    before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(folder or "")
+    settings: Any = config  # which has no declared names
+    before = settings.CACHE_DIR
+    settings.CACHE_DIR = str(folder or "")
     try:
         yield folder is not None
     finally:
-        numba.config.CACHE_DIR = before
+        settings.CACHE_DIR = before
 
 
 def kernel(function: Callable[..., Any]) -> Any:

@@ -44,4 +44,5 @@ def linear(x: torch.Tensor, weight: Weight, team: "Team | None" = None) -> torch
 
 
 def _inverse(limit: float, most: torch.Tensor) -> torch.Tensor:
-    return torch.where(most > 0, limit / most, torch.zeros_like(most))
+    # a Python number over a tensor would be a product with the reciprocal, rounded twice
+    return torch.where(most > 1e-30, torch.full_like(most, limit) / most, torch.zeros_like(most))

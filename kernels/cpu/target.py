@@ -11,7 +11,7 @@ The environment variable `PDLAB_CPU_KERNELS` forces one of them.
 
 import importlib.util
 import os
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 Target = Literal["avx2", "plain", "torch"]
 VARIABLE: Final = "PDLAB_CPU_KERNELS"
@@ -29,27 +29,33 @@ def _decide() -> Target:
         raise ValueError(
             f"{VARIABLE}={wanted!r}: this machine can run {', '.join(possible)}{known}"
         )
-    return wanted  # type: ignore[return-value]
+    return wanted
 
 
 def _possible() -> tuple[Target, ...]:
     """What this machine can run, best first."""
     if importlib.util.find_spec("numba") is None:
         return ("torch",)
-    from numba import config
-
-    if config.DISABLE_JIT:
+    if _settings().DISABLE_JIT:
         return ("torch",)
     return ("avx2", "plain", "torch") if _features() >= _NEEDED else ("plain", "torch")
 
 
 def _features() -> set[str]:
     """Instruction sets that Numba compiles for, which its settings can restrict."""
-    from numba import config
     from numba.core.codegen import get_host_cpu_features
 
-    named = config.CPU_FEATURES if config.CPU_FEATURES is not None else get_host_cpu_features()
+    named = _settings().CPU_FEATURES
+    if named is None:
+        named = get_host_cpu_features()
     return {part[1:] for part in named.split(",") if part.startswith("+")}
+
+
+def _settings() -> Any:
+    """Numba's settings, which have no declared names."""
+    from numba import config
+
+    return config
 
 
 TARGET: Final[Target] = _decide()

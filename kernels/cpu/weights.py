@@ -88,7 +88,8 @@ def pack(weight: torch.Tensor, format: Format) -> Weight:
     if not np.isfinite(values).all():
         raise ValueError("weight: it holds NaN or infinity")
     if format == "fp32":
-        return Weight("fp32", *values.shape, values.reshape(-1), np.empty(0, np.float32))
+        out, inputs = values.shape
+        return Weight("fp32", out, inputs, values.reshape(-1), np.empty(0, np.float32))
     if format == "int8":
         return pack_int8(*_nearest(values, np.abs(values).max(axis=1), np.float32))
     groups = values.reshape(len(values), -1, GROUP)
@@ -105,7 +106,8 @@ def pack_int8(codes: np.ndarray, scales: np.ndarray) -> Weight:
     _check_scales("scales", scales, np.float32, (len(codes),))
     padded = np.zeros(_up(len(codes)), np.float32)
     padded[: len(codes)] = scales
-    return Weight("int8", *codes.shape, _aligned(_pairs(codes)), padded)
+    out, inputs = codes.shape
+    return Weight("int8", out, inputs, _aligned(_pairs(codes)), padded)
 
 
 def pack_q8_0(codes: np.ndarray, scales: np.ndarray) -> Weight:
@@ -114,7 +116,8 @@ def pack_q8_0(codes: np.ndarray, scales: np.ndarray) -> Weight:
     _check_shape(*codes.shape)
     _check_scales("scales", scales, np.float16, (len(codes), codes.shape[1] // GROUP))
     data = np.concatenate([_by_panel(scales), _pairs(codes)], axis=2)
-    return Weight("q8_0", *codes.shape, _aligned(data), np.empty(0, np.float32))
+    out, inputs = codes.shape
+    return Weight("q8_0", out, inputs, _aligned(data), np.empty(0, np.float32))
 
 
 def pack_int4(codes: np.ndarray, scales: np.ndarray, minima: np.ndarray) -> Weight:
@@ -189,7 +192,8 @@ def _nearest(
     values: np.ndarray, largest: np.ndarray, dtype: type[np.floating]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Codes -127..127 of groups (last axis) and their scales, rounded to `dtype` first."""
-    scales = (largest / np.float32(127)).astype(dtype)
+    with np.errstate(over="ignore"):  # refused when packed
+        scales = (largest / np.float32(127)).astype(dtype)
     steps = scales.astype(np.float32)
     inverse = np.where(steps == 0, 0, 1 / np.where(steps == 0, 1, steps))
     codes = np.clip(np.rint(values * inverse[..., None]), -127, 127)
@@ -198,9 +202,10 @@ def _nearest(
 
 def _nearest_int4(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes [out, in], scales and minima of groups [out, groups, 32], the range cut in 15 steps."""
-    minima = groups.min(axis=2).astype(np.float16)
-    low = minima.astype(np.float32)
-    scales = (np.maximum(groups.max(axis=2) - low, 0) / np.float32(15)).astype(np.float16)
+    with np.errstate(over="ignore", invalid="ignore"):  # refused when packed
+        minima = groups.min(axis=2).astype(np.float16)
+        low = minima.astype(np.float32)
+        scales = (np.maximum(groups.max(axis=2) - low, 0) / np.float32(15)).astype(np.float16)
     steps = scales.astype(np.float32)
     inverse = np.where(steps == 0, 0, 1 / np.where(steps == 0, 1, steps))
     codes = np.clip(np.rint((groups - low[..., None]) * inverse[..., None]), 0, 15)
