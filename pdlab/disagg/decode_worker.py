@@ -11,13 +11,13 @@ from pdlab.disagg.messages import (
     Event,
     Failed,
     Reserve,
-    Reserved,
     request_of,
     source_of,
     transfer_number,
 )
 from pdlab.disagg.rooms import RoomQueue
 from pdlab.disagg.transport.interface import Parcel, Ticket, checksum_of
+from pdlab.engine.moving import Reservation
 from pdlab.engine.request import Request
 from pdlab.kvcache import KVLayout, KVWriter, Wire
 from pdlab.trace import ParcelRecord, TransferRecord
@@ -72,17 +72,13 @@ class DecodeWorker(Half):
 
     def reserve(self) -> Iterator[Event]:
         """Give room to those who are next in the queue, as far as there is any."""
-        for room in self.asked.give(self.engine.now_s()):
-            if isinstance(room, Failed):
-                yield room
-                continue
-            self.incoming[room.request_id] = Incoming(
-                room.num_tokens,
-                room.num_cached_tokens,
-                [room.num_cached_tokens] * self.engine.kv_layout.num_layers,
-                self.clock() + self.lease_s,
-            )
-            yield Reserved(room.request_id, room.num_cached_tokens)
+        yield from self.asked.give(self.engine.now_s(), self._expect)
+
+    def _expect(self, room: Reservation) -> None:
+        covered = [room.num_cached_tokens] * self.engine.kv_layout.num_layers
+        self.incoming[room.request_id] = Incoming(
+            room.num_tokens, room.num_cached_tokens, covered, self.clock() + self.lease_s
+        )
 
     def fetch(self, request_id: str, ticket: Ticket) -> None:
         """Start to pull what another worker has published."""

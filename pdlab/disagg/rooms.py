@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from pdlab.disagg.messages import Failed
+from pdlab.disagg.messages import Failed, Reserved
 from pdlab.engine.moving import Reservation
 from pdlab.engine.policies import QueueView
 from pdlab.engine.scheduler import Scheduler
@@ -54,11 +54,14 @@ class RoomQueue(Generic[Prepared]):
         if asked := self._asked.pop(request_id, None):
             self._queue.remove(asked[0])
 
-    def give(self, now_s: float) -> Iterator[Reservation | Failed]:
-        """Give room to who is next, as long as there is any.
+    def give(
+        self, now_s: float, enter: Callable[[Reservation], None]
+    ) -> Iterator[Reserved | Failed]:
+        """Give room to who is next, as long as there is any, and tell of it.
 
         Args:
             now_s: on the clock of the sequences' `arrival_s`.
+            enter: called with each room before it is told of.
         """
         self._scheduler.claimed_s = None
         while self._asked:
@@ -73,4 +76,5 @@ class RoomQueue(Generic[Prepared]):
                 self._scheduler.claimed_s = sequence.arrival_s
                 return
             self.forget(sequence.request_id)
-            yield room
+            enter(room)
+            yield Reserved(room.request_id, room.num_cached_tokens)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pdlab.disagg.messages import Arrived, Continue, Event, Failed, Reserve, Reserved
+from pdlab.disagg.messages import Arrived, Continue, Event, Reserve
 from pdlab.disagg.rooms import RoomQueue
 from pdlab.disagg.simulated.spec import Shipment
+from pdlab.engine.moving import Reservation
 from pdlab.trace import TransferRecord
 from pdlab.workload.simulated_engine import Job, SimulatedEngine
 
@@ -54,12 +55,10 @@ class SimulatedReceiver:
 
     def reserve(self, now_s: float) -> Iterator[Event]:
         """Give room to those who are next in the queue, as far as there is any."""
-        for room in self.asked.give(now_s):
-            if isinstance(room, Failed):
-                yield room
-                continue
-            self._rooms[room.request_id] = _Room(room.num_tokens, room.num_cached_tokens)
-            yield Reserved(room.request_id, room.num_cached_tokens)
+        yield from self.asked.give(now_s, self._expect)
+
+    def _expect(self, room: Reservation) -> None:
+        self._rooms[room.request_id] = _Room(room.num_tokens, room.num_cached_tokens)
 
     def missing(self, request_id: str) -> range:
         """Tokens whose K and V are waited for; none if there is no such room."""
