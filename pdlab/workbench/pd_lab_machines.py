@@ -20,7 +20,7 @@ from pdlab.models import Model
 from pdlab.workbench.policy_lab_data import Machine
 from pdlab.workload.step_calibration import measured_step_times
 
-HERE, THERE = "this machine, a core each", "A100, OPT-13B (published)"
+HERE, THERE = "this machine", "A100, OPT-13B"
 PUBLISHED_NAME, PUBLISHED_SHAPE = "a100-opt-13b", "opt-13b"
 ENGINE = EngineConfig(
     num_blocks=512, max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=2048

@@ -16,7 +16,7 @@ STAGES = (
     ("queue", "prompt waits", "waiting"),
     ("prefill", "prompt is computed", "prefill"),
     ("handover", "output waits for K and V", "transfer"),
-    ("beside", "output beside prompts of others", "beside"),
+    ("beside", "output, beside prompts", "beside"),
     ("decode", "output", "decode"),
 )
 """Parts of a request's time: key, label, colour; `beside` is striped."""
@@ -100,7 +100,7 @@ def who_waits(
 ) -> str:
     """Who waits for whom, how long on average, and what comes of it, in three sentences."""
     late, slow = misses
-    of = f"{late:.0%} of the requests miss the TTFT limit, {slow:.0%} that on TPOT"
+    of = f"{late:.0%} miss the TTFT limit, {slow:.0%} that on TPOT"
     queue, beside = seconds(stages["queue"]), seconds(stages["beside"])
     if mode != DISAGGREGATED:
         does = "share their steps with prompts" if mode == CHUNKED else "stand still for prompts"

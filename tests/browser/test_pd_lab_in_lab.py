@@ -5,6 +5,8 @@ from __future__ import annotations
 import nbformat
 import pytest
 
+from pdlab.workbench.pd_lab_machines import THERE
+
 from .conftest import KERNEL_IDLE, Lab, open_and_run, screenshot
 
 CELLS = [
@@ -12,7 +14,7 @@ CELLS = [
     "model = pdlab.load('random:tiny-llama')\n"
     "times = LinearStepTimes('measured on a machine made up for a test',\n"
     "                        .01, .001, 0, .0003, 0, .001, 1e-6, 5e-6)",
-    "lab = wb.PDLab(model, step_times=times, machine='A100s, OPT-13B (published fit)')\nlab",
+    f"lab = wb.PDLab(model, step_times=times, machine={THERE!r})\nlab",
     "print('cell 3 ran')",
     "wb.WinMap()",
 ]
@@ -95,7 +97,7 @@ def arrow_keys_choose(page) -> None:
     answered(page)
     assert "3P1D" in view(page).get_attribute("data-line")
     assert big_numbers(page)[:2] == before[:2]
-    view(page).get_by_label("prompt chunk, P side").focus()
+    view(page).get_by_label("chunk on P").focus()
     page.keyboard.press("ArrowLeft")
     answered(page)
     assert "prompt chunks: 2048" in view(page).get_attribute("data-line")
@@ -107,7 +109,7 @@ def the_advice_is_taken(page) -> None:
     if advice.is_enabled():
         advice.click()
         answered(page)
-    assert "as the cost model says" in advice.text_content()
+    assert advice.text_content() == "✓ advised"
 
 
 def what_is_wrong_is_said(page) -> None:
@@ -132,7 +134,7 @@ def the_whole_run_is_shown(page) -> None:
 
 
 def a_slow_answer_shows_progress(page, capsys: pytest.CaptureFixture) -> None:
-    moves = [("rate", [20, 28, 32]), ("P:D ratio", [0, 1, 2]), ("step, D side", [1, 2, 0])]
+    moves = [("rate", [20, 28, 32]), ("P:D ratio", [0, 1, 2]), ("chunk on D", [1, 2, 0])]
     for label, places in moves:
         found = page.evaluate(ANSWERS_MS, [label, places])
         with capsys.disabled():
@@ -145,7 +147,7 @@ def a_slow_answer_shows_progress(page, capsys: pytest.CaptureFixture) -> None:
 
 
 def it_runs_for_real_while_the_kernel_is_free(page) -> None:
-    view(page).get_by_label("step times of").select_option(index=0)
+    view(page).get_by_label("times of").select_option(index=0)
     answered(page)
     view(page).get_by_label("devices", exact=True).select_option("2")
     answered(page)
@@ -164,11 +166,16 @@ def it_runs_for_real_while_the_kernel_is_free(page) -> None:
         timeout=20_000,
     )
     screenshot(view(page), "pd-lab-running")
-    page.wait_for_selector(".pd-disagg-lab[data-real=done]", timeout=180_000)
+    page.wait_for_selector(".pd-disagg-lab:not([data-real=running])", timeout=180_000)
+    assert view(page).get_attribute("data-real") == "done", view(page).text_content()
     table = view(page).locator(".pd-pl-table")
     assert table.locator("tbody tr").count() == 3
     assert "1P1D, measured" in table.text_content()
-    assert "measured on random:tiny-llama" in table.text_content()
+    assert "Measured on random:tiny-llama" in table.text_content()
+    names = view(page).locator(".pd-dl-of").all_text_contents()
+    assert all(kind in name for kind, name in zip(("measured", "simulated"), names, strict=True))
+    plots = view(page).locator(".pd-dl-timeline svg text.pd-strong").all_text_contents()
+    assert plots == ["1P1D, measured", "1P1D, simulated"]
     screenshot(view(page), "pd-lab-real")
 
 
@@ -223,7 +230,7 @@ def themes_and_widths_fit(page) -> None:
         page.wait_for_timeout(400)
         for widget, name in both:
             screenshot(widget, f"{name}-{theme.lower()}-after")
-    for width in (1000, 700):
+    for width in (1000, 700, 480):
         page.set_viewport_size({"width": width, "height": 1100})
         page.wait_for_timeout(400)
         for widget, name in both:

@@ -365,7 +365,7 @@ def test_who_waits_is_said_and_what_is_short() -> None:
     lanes = [{"role": "prefill", "busy": 0.98}, {"role": "decode", "busy": 1.0}]
     words = who_waits(DISAGGREGATED, stages, lanes, (0.3, 0.1))
     assert "Prompts wait 1.25 s for P, outputs 4 ms for K and V" in words
-    assert "30% of the requests miss the TTFT limit, 10% that on TPOT: P is what is short" in words
+    assert "30% miss the TTFT limit, 10% that on TPOT: P is what is short" in words
     assert "D is what is short" in who_waits(DISAGGREGATED, stages, lanes, (0.1, 0.3))
     assert "short" not in who_waits(DISAGGREGATED, stages, lanes, (0.01, 0.0))
     lanes = [{"role": "prefill", "busy": 0.2}, {"role": "decode", "busy": 1.0}]

@@ -2,7 +2,7 @@
 // Data: pd_lab_data.py.
 
 const RATE_PLACES = 48; // a slider's places from an eighth of the usual rate to eight times it
-const PLOT = { left: 34, right: 44, bottom: 24 };
+const PLOT = { left: 34, right: 48, bottom: 24 };
 const LANES = { most: 16, least: 7, gap: 2, title: 19, height: 68 }; // of each way, in pixels
 const RANGE = { left: 14, right: 26, row: 17, top: 20, bottom: 22 };
 const MEASURED = "measured"; // of header.views
@@ -64,9 +64,8 @@ class PDLab {
     const size = (v) => (v === null ? "whole" : v.toLocaleString("en"));
     this.ratio = slider("P:D ratio", "devices for prompts and devices for outputs", [], (v) => this.set({ num_prefill: v }), (v) => this.ratioText(v));
     this.advice = h("button.pd-dl-advice", { type: "button", onclick: () => this.asker.ask({ type: "advice" }) });
-    this.ratio.node.firstChild.insertBefore(this.advice, this.ratio.node.firstChild.lastChild);
-    this.prefillChunk = slider("prompt chunk, P side", "prefill_chunk: most tokens of one prompt in a step of a worker that has only prompts", header.prefill_chunks, (v) => this.set({ prefill_chunk: v }), size);
-    this.decodeChunk = slider("step, D side", "decode_chunk: most tokens in a step that has outputs and prompts: of chunked, and of workers for outputs that compute short prompts", [], (v) => this.set({ decode_chunk: v }), size);
+    this.prefillChunk = slider("chunk on P", "prefill_chunk: most tokens of one prompt in a step of a worker that has only prompts", header.prefill_chunks, (v) => this.set({ prefill_chunk: v }), size);
+    this.decodeChunk = slider("chunk on D", "decode_chunk: most tokens in a step that has outputs and prompts: of chunked, and of workers for outputs that compute short prompts", [], (v) => this.set({ decode_chunk: v }), size);
     this.rate = slider("rate", "requests a second, for all devices together", [], (v) => this.set({ rate_rps: v }), (v) => `${digits(v)}/s`);
     const read = (name, values) => values ?? Object.keys(this.get(`${name}s`));
     const pick = (label, name, values, text = (v) => v) => {
@@ -74,7 +73,7 @@ class PDLab {
       return { name, node, text, values: () => read(name, values), box: h("div.pd-pl-group", {}, [h("span.pd-pl-label", {}, [label]), node]) };
     };
     this.picks = [
-      pick("workload", "workload", null, (v) => v.split("/").at(-1)), pick("devices", "num_devices", header.num_devices, String), pick("step times of", "machine", header.machines),
+      pick("workload", "workload", null, (v) => v.split("/").at(-1)), pick("devices", "num_devices", header.num_devices, String), pick("times of", "machine", header.machines),
       pick("link", "link", header.links), pick("K and V go", "transfer", header.transfers, (v) => TRANSFER_NAMES[v] ?? v),
       pick("prompts on D", "local_prefill_tokens", header.local_tokens, (v) => (v ? `up to ${v}` : "none"))];
     const box = (label, name, read, props = {}) => h("input.pd-pl-box", { type: "text", inputmode: "decimal", "aria-label": label, onchange: (e) => this.set({ [name]: read(e.target.value) }), onkeydown: keepKeys, ...props });
@@ -83,7 +82,7 @@ class PDLab {
       ttft_slo_s: box("ttft limit in seconds", "ttft_slo_s", readNumber), tpot_slo_s: box("tpot limit in seconds", "tpot_slo_s", readNumber) };
     const limits = h("div.pd-pl-slo", {}, [h("label", {}, ["TTFT ≤", this.boxes.ttft_slo_s, "s"]), h("label", {}, ["TPOT ≤", this.boxes.tpot_slo_s, "s"]), h("label", {}, ["seed", this.boxes.seed])]);
     return h("div.pd-pl-controls", {}, [
-      h("div.pd-pl-sliders", {}, [this.ratio, this.prefillChunk, this.decodeChunk, this.rate].map((s) => s.node)),
+      h("div.pd-pl-sliders", {}, [h("div.pd-dl-ratio", {}, [this.ratio.node, this.advice]), ...[this.prefillChunk, this.decodeChunk, this.rate].map((s) => s.node)]),
       h("div.pd-pl-choices", {}, [...this.picks.map((p) => p.box), limits])]);
   }
 
@@ -172,8 +171,8 @@ class PDLab {
     this.drawWaits();
     this.drawReal();
     const { provenance, settings } = this.get("about");
-    const words = [provenance, "router and schedulers are the real ones", this.get("about").cut];
-    clear(this.foot, provenanceTag("simulated"), ...words.filter(Boolean).map((text) => h("span", {}, [text])));
+    const words = [provenance, `${settings.num_requests} requests each; router and schedulers are the real ones`, this.get("about").cut];
+    clear(this.foot, provenanceTag("simulated"), h("span", {}, [words.filter(Boolean).join("; ")]));
     this.root.dataset.answered = this.get("answered");
     this.root.dataset.line = this.get("results")[this.get("chosen")]?.line ?? "";
   }
@@ -216,7 +215,7 @@ class PDLab {
     for (const [name, box] of Object.entries(this.boxes)) if (document.activeElement !== box || !this.get("message")) box.value = this.get(name);
     this.picks[0].node.title = this.get("workloads")[this.get("workload")];
     const { advice, advice_words: words } = this.get("about");
-    this.advice.textContent = advice === this.get("num_prefill") ? "✓ cost model" : `cost model: ${this.ratioText(advice)}`;
+    this.advice.textContent = advice === this.get("num_prefill") ? "✓ advised" : `advised: ${this.ratioText(advice)}`;
     this.advice.title = words;
     this.advice.disabled = advice === this.get("num_prefill");
     const views = header.views.filter((v) => v !== MEASURED || this.get("reals").length);
@@ -233,16 +232,16 @@ class PDLab {
       const n = result.numbers;
       card.name.textContent = result.name;
       const wins = best > 0 && winners.some((w) => w.mode === mode);
-      card.badge.textContent = wins ? (winners.length > 1 ? "as good as any" : "most goodput") : "";
+      card.badge.textContent = wins ? (winners.length > 1 ? "tied" : "best") : "";
       card.node.toggleAttribute("data-best", wins);
       card.input.checked = mode === this.get("chosen");
       clear(card.value, digits(n.goodput), h("small", {}, [" req/s a device in limits"]));
       const moved = n.num_transfers ? `${quantity(n.kv_bytes, "B")} of K and V moved, ${quantity(n.kv_bytes / n.num_transfers, "B")} each` : "no K and V moved";
       clear(card.lines, h("div", {}, [`${Math.round((100 * n.met) / all)} % in limits, ${quantity(n.throughput)} tokens/s out`.replace("  ", " ")]), h("div", {}, [moved]));
     }
-    const { ttft_slo_s: ttft, tpot_slo_s: tpot, workload, rate_rps: rate, num_devices: count } = this.get("about").settings;
+    const { ttft_slo_s: ttft, tpot_slo_s: tpot } = this.get("about").settings;
     const top = winners.length === 1 ? winners[0].result.name : "";
-    clear(this.title, top ? h("b", {}, [`${top} serves most`]) : h("b", {}, [best > 0 ? "No way serves clearly most" : "No way meets the limits"]), ` within TTFT ${duration(ttft)} and TPOT ${duration(tpot)}`, h("span.pd-hint", {}, [` ${workload.split("/").at(-1)}, ${all} requests at ${digits(rate)}/s on ${count} devices`]));
+    clear(this.title, top ? h("b", {}, [`${top} serves most`]) : h("b", {}, [best > 0 ? "No way serves clearly most" : "No way meets the limits"]), ` within TTFT ${duration(ttft)} and TPOT ${duration(tpot)}`);
   }
 
   // ---- timeline ---------------------------------------------------------------------------
@@ -306,7 +305,7 @@ class PDLab {
     const [low, high] = [niceLog(Math.min(...values), Math.floor), niceLog(Math.max(...values), Math.ceil)];
     const a = { left: RANGE.left, right: width - RANGE.right, top: RANGE.top, bottom: RANGE.top + RANGE.row * rows.length };
     a.x = (s) => a.left + (Math.log(Math.max(s, low) / low) / Math.log(high / low)) * (a.right - a.left);
-    const ticks = logTicks(low, high, (a.right - a.left) / 62).map((v) => `<path class="pd-pl-grid" d="M${a.x(v)} ${a.top}V${a.bottom + 4}"/><text x="${a.x(v) < 24 ? 0 : a.x(v)}" y="${a.bottom + 18}" text-anchor="${a.x(v) < 24 ? "start" : "middle"}">${duration(v)}</text>`);
+    const ticks = logTicks(low, high, (a.right - a.left) / 52).map((v) => `<path class="pd-pl-grid" d="M${a.x(v)} ${a.top}V${a.bottom + 4}"/><text x="${a.x(v) < 24 ? 0 : a.x(v)}" y="${a.bottom + 18}" text-anchor="${a.x(v) < 24 ? "start" : "middle"}">${duration(v)}</text>`);
     const marks = rows.map((row, place) => this.rangeMarks(a, row, key, label, a.top + (place + 0.5) * RANGE.row));
     const words = limit ? `, limit ${duration(limit)}` : "";
     node.innerHTML = `<svg width="${width}" height="${a.bottom + RANGE.bottom}" role="img" aria-label="${label} of each way${words}">${ticks.join("")}${limit ? this.limitMark(a, limit) : ""}<text class="pd-strong" x="0" y="${a.top - 6}">${label}</text>${marks.join("")}</svg>`;
@@ -400,6 +399,6 @@ function paint(i, hollow) {
   return hollow ? `fill="var(--jp-layout-color0, var(--pd-surface))" stroke="var(--pd-run-${i})" stroke-width="2"` : `fill="var(--pd-run-${i})"`;
 }
 
-const TRANSFER_NAMES = { stream: "layer by layer", push: "when computed (push)", pull: "when asked for (pull)" };
+const TRANSFER_NAMES = { stream: "layer by layer", push: "push", pull: "pull" };
 
 export default { render };
