@@ -27,10 +27,11 @@ Which member runs a chunk must not show in its result: a chunk writes elements t
 writes, and computes each in a fixed order.
 """
 
+import os
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -46,8 +47,8 @@ NONE = -1
 _STEP_BITS, _COUNT_MASK = 32, 0xFFFFFFFF
 _SPINS, _YIELDS = 400, 2000
 
-CAN_SHARE = binding.address_of_symbol("sched_yield") is not None
-"""Whether this system lets a waiting thread give its processor away; else teams are of one."""
+CAN_SHARE = os.name == "posix"
+"""Whether there are `sched_yield` and `usleep`, with which members wait; else teams are of one."""
 
 _I64 = ir.IntType(64)
 

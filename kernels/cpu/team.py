@@ -62,7 +62,7 @@ def _help(board: _Board, bell: "SimpleQueue[None]") -> None:
         try:
             job.function(board.counters, job.step, *job.arguments)
         except BaseException as error:  # raised before any chunk was taken; the caller goes on
-            board.error = error
+            board.error = error.with_traceback(None)  # whose frames would keep the arrays
         del job
 
 
