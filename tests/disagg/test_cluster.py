@@ -104,9 +104,10 @@ def test_text_metrics_and_logprobs_are_whole():
 
 
 def test_samples_of_one_request_are_those_of_one_engine():
-    params = SamplingParams(max_tokens=6, n=3, seed=11, ignore_eos=True)
+    params = SamplingParams(max_tokens=6, n=3, temperature=1, seed=11, ignore_eos=True)
     with Engine(MODEL, EXACT) as engine:
         [alone] = engine.generate([random_prompt(13)], params)
+    assert len({tuple(completion.token_ids) for completion in alone.completions}) == 3
     with pair(EXACT, EXACT, "stream") as cluster:
         [output] = cluster.generate([random_prompt(13)], params)
     assert [c.token_ids for c in output.completions] == [c.token_ids for c in alone.completions]
