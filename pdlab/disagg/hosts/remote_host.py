@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any, Literal, Protocol
 from pdlab.disagg.hosts.host import WorkerDied
 from pdlab.disagg.hosts.loop import ANSWER_S, Answer, Ask
 from pdlab.disagg.messages import Command, Event, Hello, Load
+from pdlab.disagg.transport.bell import Bell
 from pdlab.trace import Trace
 
 NUM_CLOCK_LOOKS = 8
@@ -27,28 +27,23 @@ class Inbox:
         self._lock = threading.Lock()
         self._messages: list[Any] = []
         self._reason: str | None = None
-        self._bell, self._button = socket.socketpair()
-        self._bell.setblocking(False)
-        self._is_ringing = False
+        self._bell = Bell()
+        self.fileno = self._bell.fileno
         self._is_closed = False
-
-    def fileno(self) -> int:
-        """For `multiprocessing.connection.wait`."""
-        return self._bell.fileno()
 
     def put(self, *messages: Any) -> None:
         """Add messages, unless the end was told."""
         with self._lock:
             if self._reason is None and not self._is_closed:
                 self._messages += messages
-                self._ring()
+                self._bell.ring()
 
     def end(self, reason: str) -> None:
         """No more will come, and why; the first reason stays."""
         with self._lock:
             if self._reason is None and not self._is_closed:
                 self._reason = reason
-                self._ring()
+                self._bell.ring()
 
     def receive(self) -> list[Any]:
         """Take out what is there; never waits.
@@ -60,21 +55,14 @@ class Inbox:
             messages, self._messages = self._messages, []
             if self._reason is not None and not messages:
                 raise EOFError(self._reason)
-            if self._is_ringing and self._reason is None:
-                self._bell.recv(1)
-                self._is_ringing = False
+            if self._reason is None:
+                self._bell.silence()
             return messages
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
             self._bell.close()
-            self._button.close()
-
-    def _ring(self) -> None:
-        if not self._is_ringing:
-            self._is_ringing = True
-            self._button.send(b"!")
 
 
 @dataclass(frozen=True)

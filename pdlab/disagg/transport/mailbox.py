@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections import OrderedDict
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
+from pdlab.disagg.transport.bell import Bell
 from pdlab.disagg.transport.interface import Address, Failure, Parcel
 
 REMEMBERED = 4096
@@ -20,8 +20,7 @@ class Mailbox:
     """Any thread may put in; the transport's owner takes out.
 
     Parcels of one transfer are handed out in the order in which they came, even if a later one is
-    due before. The one end of a socket pair is readable while something new is in the box: that is
-    what wakes `wait`.
+    due before. A bell rings while something new is in the box: that is what wakes `wait`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -30,10 +29,7 @@ class Mailbox:
         self._parcels: list[Parcel] = []
         self._failures: list[Failure] = []
         self._over: OrderedDict[str, None] = OrderedDict()
-        self._bell, self._button = socket.socketpair()
-        self._bell.setblocking(False)
-        self._button.setblocking(False)
-        self._is_ringing = False
+        self._bell = Bell()
         self._is_closed = False
 
     def deliver(self, parcel: Parcel) -> None:
@@ -43,7 +39,7 @@ class Mailbox:
                 self._parcels.append(parcel)
                 if parcel.is_last:
                     self._end(parcel.transfer_id)
-                self._ring()
+                self._bell.ring()
 
     def fail(self, transfer_id: str | None, peer: Address, reason: str) -> None:
         """Note that a peer was lost (None), or that a transfer fails, unless it is over."""
@@ -55,7 +51,7 @@ class Mailbox:
                     return
                 self._end(transfer_id)
             self._failures.append(Failure(transfer_id, peer, reason))
-            self._ring()
+            self._bell.ring()
 
     def withdraw(self, transfer_id: str) -> None:
         """Forget a transfer, and whatever is still to come of it."""
@@ -72,7 +68,7 @@ class Mailbox:
     def receive(self) -> list[Parcel]:
         """Take out the parcels that are due."""
         with self._lock:
-            self._silence()
+            self._bell.silence()
             now_s = self._clock()
             ready: list[Parcel] = []
             held: list[Parcel] = []
@@ -89,7 +85,7 @@ class Mailbox:
     def failures(self) -> list[Failure]:
         """Take out the failures."""
         with self._lock:
-            self._silence()
+            self._bell.silence()
             failures, self._failures = self._failures, []
             return failures
 
@@ -101,7 +97,7 @@ class Mailbox:
             if self._parcels:
                 next_s = min(parcel.due_s for parcel in self._parcels)
                 timeout_s = min(timeout_s, next_s - self._clock())
-        wait([self._bell, *others], max(0.0, timeout_s))
+        wait([self._bell.fileno(), *others], max(0.0, timeout_s))
 
     def close(self) -> None:
         """Throw all away, and all that may still be put in."""
@@ -110,19 +106,8 @@ class Mailbox:
             self._failures.clear()
             self._is_closed = True
             self._bell.close()
-            self._button.close()
 
     def _end(self, transfer_id: str) -> None:
         self._over[transfer_id] = None
         if len(self._over) > REMEMBERED:
             self._over.popitem(last=False)
-
-    def _ring(self) -> None:
-        if not self._is_ringing:
-            self._is_ringing = True
-            self._button.send(b"!")
-
-    def _silence(self) -> None:
-        if self._is_ringing and not self._is_closed:
-            self._bell.recv(1)
-            self._is_ringing = False
