@@ -13,8 +13,7 @@ from typing import Any
 import traitlets
 from IPython.display import display, update_display
 
-from pdlab.disagg.hosts.spec import local_specs
-from pdlab.disagg.router import RouterConfig
+from pdlab.disagg import RouterConfig, local_specs
 from pdlab.engine import EngineConfig, Prompt, admission
 from pdlab.machine import describe_machine
 from pdlab.models import Model
@@ -182,8 +181,9 @@ class LiveCluster(TraceWidget):
             ValueError: it is longer than a worker's KV memory.
             RuntimeError: nothing runs.
         """
-        config = self._specs[0].config
-        room = min(config.num_blocks * config.block_size, self._model.config.max_model_len)
+        room = min(
+            self.config.num_blocks * self.config.block_size, self._model.config.max_model_len
+        )
         require_int("num_tokens", num_tokens, least=1, most=room - 64)
         self._wish(lambda run: run.paste(num_tokens))
 
@@ -198,8 +198,13 @@ class LiveCluster(TraceWidget):
             self.state = run.state
             if run.error is not None:
                 self.message = str(run.error)
-        if run.is_over and self.state != before:
-            self._keep_last_picture()
+            if run.is_over and self.state != before:
+                self._keep_last_picture()  # so the page has it when it hears of the end
+
+    @property
+    def config(self) -> EngineConfig:
+        """Of the workers' engines."""
+        return self._specs[0].config
 
     @property
     def answers(self) -> list[Answer]:

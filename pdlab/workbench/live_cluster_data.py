@@ -9,15 +9,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pdlab.disagg import WorkerSpec
 from pdlab.disagg.hosts.host import Host
-from pdlab.disagg.hosts.spec import WorkerSpec
 from pdlab.disagg.jobs import Job, Peer, Stage
 from pdlab.engine import Prompt, RequestOutput, SamplingParams
 from pdlab.machine import describe_machine
 
 Picture = dict[str, Any]
 """As JSON knows it; see `picture_of`."""
-MAX_TEXT_CHARS, CUT_CHARS = 110, 24
+MAX_TEXT_CHARS, CUT_CHARS = 88, 16
 """Of an answer its last characters are shown; the first of them go by so many at a time, so that
 lines do not jump with every token."""
 MAX_PROMPT_CHARS = 52

@@ -8,12 +8,12 @@ from pdlab.engine import Prompt
 from pdlab.models import Model
 
 PROMPTS: tuple[str, ...] = (
-    "Once upon a time, in a small village by the sea,",
-    "The three most important things about bread are",
+    "Once upon a time, by the sea,",
+    "The secret of good bread is",
     "A cluster of computers is",
     "When a star runs out of fuel,",
     "The history of the bicycle begins",
-    "The best way to learn a language is",
+    "To learn a language, one should",
 )
 SENTENCES = (
     "The harbour was quiet, and the boats lay on the sand.",

@@ -6,10 +6,11 @@ python -m pdlab.workbench.live_cluster_recording       # two minutes; on a machi
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pdlab
-from pdlab.disagg.hosts.spec import local_specs
+from pdlab.disagg import local_specs
 from pdlab.models.catalog import DEFAULT_MODEL
 from pdlab.workbench.live_cluster import ENGINE
 from pdlab.workbench.live_cluster_data import RECORDED, Picture, save_picture
@@ -17,8 +18,8 @@ from pdlab.workbench.live_cluster_prompts import PROMPTS
 from pdlab.workbench.live_cluster_run import LiveRun
 
 VICTIM = "d0"
-TOKENS_BEFORE, TOKENS_IN_ALL = 14, 34
-"""Of an answer that the lost worker had, at least: written by it, and with what came elsewhere."""
+TOKENS_BEFORE, CHARS_AFTER = 14, 36
+"""Of an answer that the lost worker had, at least: written by it, and elsewhere."""
 PATIENCE_S = 180.0
 
 
@@ -47,24 +48,25 @@ def record() -> Picture:
 
 
 def _wait(run: LiveRun, changed: threading.Event, holds: Callable[[Picture], bool]) -> Picture:
-    while changed.wait(PATIENCE_S):
+    end_s = time.monotonic() + PATIENCE_S
+    while changed.wait(PATIENCE_S) and time.monotonic() < end_s:
         changed.clear()
         if holds(run.picture):
             return run.picture
         if run.error is not None:
             raise run.error
-    raise TimeoutError(f"nothing came for {PATIENCE_S:g} s")
+    raise TimeoutError(f"what was waited for has not come in {PATIENCE_S:g} s")
 
 
 def _is_writing(picture: Picture) -> bool:
     """The victim has written some of an answer that is far from its end, and others are whole."""
     written = [row["tokens"] for row in picture["rows"] if row.get("decode_on") == VICTIM]
-    return picture["answers"] >= 4 and any(TOKENS_BEFORE <= n <= 2 * TOKENS_BEFORE for n in written)
+    return picture["answers"] >= 3 and any(TOKENS_BEFORE <= n <= 2 * TOKENS_BEFORE for n in written)
 
 
 def _has_gone_on(picture: Picture) -> bool:
     again = [row for row in picture["rows"] if row.get("attempt")]
-    return any(len(row["pieces"]) > 1 and row["tokens"] >= TOKENS_IN_ALL for row in again)
+    return any(row["lost"] and len(row["pieces"][-1]) >= CHARS_AFTER for row in again)
 
 
 if __name__ == "__main__":

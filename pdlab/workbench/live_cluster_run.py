@@ -10,12 +10,10 @@ from itertools import count, cycle
 from multiprocessing.connection import wait
 from queue import SimpleQueue
 
-from pdlab.disagg.cluster import Cluster
-from pdlab.disagg.hosts.host import Host, WorkerDied
+from pdlab.disagg import Cluster, RouterConfig, WorkerDied, WorkerSpec
+from pdlab.disagg.hosts.host import Host
 from pdlab.disagg.hosts.processes import ProcessHost
-from pdlab.disagg.hosts.spec import WorkerSpec
 from pdlab.disagg.jobs import Stage
-from pdlab.disagg.router import RouterConfig
 from pdlab.engine import Prompt, SamplingParams
 from pdlab.models import Model
 from pdlab.trace import FailureRecord
@@ -145,7 +143,8 @@ class LiveRun(threading.Thread):
             host.kill()
             host.close()
         self._starting.clear()
-        cards = [card | {"state": "ended"} for card in self.picture["workers"]]
+        ended = {"state": "ended", "pid": None, "jobs": 0, "fill": 0.0}
+        cards = [card | ended for card in self.picture["workers"]]
         self.picture = self.picture | {"workers": cards}
         self.state = state
         self._notify()

@@ -1,7 +1,9 @@
 """Lessons: from a percent-format source to a notebook, executed so that it can be read anywhere.
 
-    python -m pdlab.workbench.notebooks                   # every lesson in notebooks/source
+    python -m pdlab.workbench.notebooks                   # all of notebooks/source
     python -m pdlab.workbench.notebooks 01_prefill        # one of them
+
+The notebook of `notebooks/source/demos/pd_live.py` is `notebooks/demos/pd_live.ipynb`.
 
 A source holds the solved exercises between `# BEGIN SOLUTION` and `# END SOLUTION`. The student's
 notebook has a place to write there instead; the solved one is what tests run.
@@ -102,14 +104,26 @@ def strip_before_save(model: dict[str, Any], **_: Any) -> None:
         strip_widgets(model["content"])
 
 
+def target_of(source: Path) -> Path:
+    """Where the notebook of a source belongs."""
+    return SOURCES.parent / source.relative_to(SOURCES).with_suffix(".ipynb")
+
+
 def main(names: list[str]) -> None:
-    """Build and execute the named lessons, or all; run from the repository's root."""
-    for source in sorted(SOURCES.glob("*.py")):
-        if not names or source.stem in names:
-            target = SOURCES.parent / f"{source.stem}.ipynb"
-            nbformat.write(build_notebook(source), target)
-            execute_notebook(target)
-            print(f"{target}: {target.stat().st_size / 1e3:.0f} KB")
+    """Build and execute the named lessons and demos, or all; run from the repository's root.
+
+    Raises:
+        ValueError: there is no source of a name.
+    """
+    sources = {source.stem: source for source in sorted(SOURCES.rglob("*.py"))}
+    if unknown := set(names) - set(sources):
+        raise ValueError(f"names={sorted(unknown)} must be of {', '.join(sources)}")
+    for name in names or sources:
+        target = target_of(sources[name])
+        target.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(build_notebook(sources[name]), target)
+        execute_notebook(target)
+        print(f"{target}: {target.stat().st_size / 1e3:.0f} KB")
 
 
 if __name__ == "__main__":

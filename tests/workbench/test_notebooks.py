@@ -7,6 +7,7 @@ import nbformat
 import pytest
 
 from pdlab import Trace
+from pdlab.shipped import shipped
 from pdlab.workbench import execute_notebook, figures, notebooks, static_png
 from pdlab.workbench.display import PLOTLY, mimebundle
 from pdlab.workbench.picture import find_browser, quantise
@@ -104,6 +105,61 @@ def test_figure_output_is_small_plotly_json(
     assert len(str(bundle)) < 12_000
     assert "template" not in bundle[PLOTLY]["layout"]
     assert bundle[PLOTLY]["config"] == {"displayModeBar": False, "responsive": False}
+
+
+# --- demos ----------------------------------------------------------------------------------------
+
+DEMOS = sorted((shipped("notebooks") / "source" / "demos").glob("*.py"))
+all_demos = pytest.mark.parametrize("source", DEMOS, ids=lambda path: path.stem)
+
+
+def test_a_demo_has_its_notebook_beside_the_lessons() -> None:
+    assert [path.stem for path in DEMOS] == ["pd_live"]
+    lesson, demo = Path("notebooks/source/01_a.py"), Path("notebooks/source/demos/b.py")
+    assert notebooks.target_of(lesson) == Path("notebooks/01_a.ipynb")
+    assert notebooks.target_of(demo) == Path("notebooks/demos/b.ipynb")
+
+
+def test_lessons_and_demos_are_built_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "notebooks" / "source"
+    (source / "demos").mkdir(parents=True)
+    (source / "01_a.py").write_text("# %%\nprint('a lesson')\n", encoding="utf-8")
+    (source / "demos" / "b.py").write_text("# %%\nprint('a demo')\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    notebooks.main(["b"])
+    demo = nbformat.read("notebooks/demos/b.ipynb", as_version=4)
+    assert demo.cells[0].outputs[0].text == "a demo\n"
+    assert not Path("notebooks/01_a.ipynb").exists()
+    with pytest.raises(ValueError, match=r"names=\['c'\] must be of 01_a, b"):
+        notebooks.main(["b", "c"])
+
+
+@all_demos
+def test_a_committed_demo_is_what_its_source_builds_and_shows_its_pictures(source: Path) -> None:
+    path = shipped("notebooks") / "demos" / f"{source.stem}.ipynb"
+    assert path.stat().st_size < notebooks.MAX_NOTEBOOK_BYTES
+    assert "widget-view" not in path.read_text(encoding="utf-8")
+    found = nbformat.read(path, as_version=4).cells
+    built = notebooks.build_notebook(source).cells
+    assert [(cell.id, cell.source) for cell in found] == [(cell.id, cell.source) for cell in built]
+    codes = [cell for cell in found if cell.cell_type == "code"]
+    assert all(len(cell.source.splitlines()) <= 20 for cell in codes)
+    [widget] = [cell for cell in codes if "wb.LiveCluster" in cell.source]
+    [output] = widget.outputs
+    assert "recorded" in output.data["text/plain"]
+    assert "image/png" in output.data
+
+
+def test_a_demo_starts_no_process_by_itself() -> None:
+    """Run all cells, as nbval and a reader may: what starts processes is for a hand to do."""
+    for source in DEMOS:
+        cells = notebooks.build_notebook(source).cells
+        lines = [
+            line for cell in cells if cell.cell_type == "code" for line in cell.source.split("\n")
+        ]
+        assert not [line for line in lines if line.startswith("live.start")]
 
 
 @needs_browser

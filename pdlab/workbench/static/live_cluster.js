@@ -115,7 +115,7 @@ class LiveCluster {
     this.message.textContent = this.get("message");
     this.message.hidden = !this.get("message");
     this.recorded.hidden = this.isLive;
-    if (!this.isLive) clear(this.recorded, provenanceTag("recorded"), h("span", {}, [`What it looked like there. Press Start to see it here. ${picture.recorded}`]));
+    if (!this.isLive) clear(this.recorded, provenanceTag("recorded"), h("span", {}, [`After a kill, on ${picture.recorded}. Press Start to see it here, live.`]));
   }
 
   drawCards(workers, state) {
@@ -164,7 +164,7 @@ class LiveCluster {
     view.node.style.setProperty("--pd-lc-color", `var(--pd-seq-${row.color % 8})`);
     view.node.dataset.stage = row.stage;
     view.node.dataset.attempt = row.attempt ?? 0;
-    clear(view.who, h("b", {}, [row.reader]), h("span.pd-muted", {}, [row.request ?? ""]));
+    clear(view.who, h("b", {}, [row.reader]), h("span.pd-muted", {}, [row.request ?? "", row.attempt ? h("b.pd-lc-again", {}, [`, attempt ${row.attempt + 1}`]) : ""]));
     if (row.stage === "thinking") {
       clear(view.text);
       clear(view.state);
@@ -177,10 +177,9 @@ class LiveCluster {
       parts.push(h("span", { "data-again": i > 0 || row.lost.length < row.attempt }, [piece.replaceAll("\n", " ")]));
     });
     clear(view.text, ...parts);
-    clear(view.state, h("div", {}, whereInWords(row)), h("div.pd-lc-note", {}, [
-      h("span.pd-num", {}, [`${row.tokens} of ${row.most} tokens`]),
-      row.attempt ? h("span.pd-lc-again", {}, [`attempt ${row.attempt + 1}`]) : null,
-      row.stalled_s ? h("span.pd-lc-stalled.pd-num", {}, [`${row.tokens ? "no token for" : "waits"} ${row.stalled_s.toFixed(1)} s`]) : null,
+    clear(view.state, h("div", {}, whereInWords(row)), h("div.pd-lc-note.pd-num", {}, [
+      `${row.tokens} of ${row.most}`,
+      row.stalled_s ? h("b.pd-lc-stalled", {}, [`, ${row.tokens ? "none for" : "waits"} ${row.stalled_s.toFixed(1)} s`]) : " tokens",
     ]));
     view.bar.style.width = `${(100 * row.tokens) / row.most}%`;
   }
@@ -214,18 +213,17 @@ class LiveCluster {
     const { mode, machine } = this.get("header");
     const errors = picture.errors ? `, ${picture.errors} ended with an error` : "";
     const moved = `${picture.transfers} transfers of K and V, ${quantity(picture.transfer_bytes, "B")}`;
-    const where = this.isLive ? `${mode}; ${machine}` : picture.recorded;
+    const where = this.isLive ? `; ${mode}; ${machine}` : "";
     clear(this.foot, provenanceTag(this.isLive ? "measured" : "recorded"),
-      h("span.pd-num", {}, [`${picture.now_s.toFixed(0)} s: ${picture.answers} answers finished${errors}; ${moved}; ${where}`]));
+      h("span.pd-num", {}, [`${picture.now_s.toFixed(0)} s: ${picture.answers} answers finished${errors}; ${moved}${where}`]));
   }
 }
 
-/** What a worker's last step held: "41 ms: 3 decodes". */
-function stepInWords({ step_s, prompt_tokens, decodes }) {
-  const held = [];
-  if (prompt_tokens) held.push(`${prompt_tokens} prompt tokens`);
-  if (decodes) held.push(`${decodes} ${decodes === 1 ? "decode" : "decodes"}`);
-  return step_s && held.length ? `step ${Math.round(1e3 * step_s)} ms: ${held.join(", ")}` : "idle";
+/** What a worker's last step did: "wrote 3 tokens in 41 ms". */
+function stepInWords({ step_s, prompt_tokens: read, decodes: wrote }) {
+  if (!step_s || !(read || wrote)) return "idle";
+  const did = read && wrote ? `read ${read}, wrote ${wrote}` : `${read ? "read" : "wrote"} ${read || wrote} token${(read || wrote) === 1 ? "" : "s"}`;
+  return `${did} in ${duration(step_s)}`;
 }
 
 /** Which workers have an answer, and what they do with it. */
@@ -234,7 +232,7 @@ function whereInWords({ stage, prefill_on: from, decode_on: to, error }) {
   const said = {
     queued: () => ["waits at the router"],
     reserving: () => ["asks ", at(to, "decode"), " for room"],
-    prefilling: () => [at(from, "prefill"), " reads the prompt", ...(to ? [", for ", at(to, "decode")] : [])],
+    prefilling: () => [at(from, "prefill"), " reads", ...(to ? [" for ", at(to, "decode")] : [])],
     moving: () => ["K and V: ", at(from, "prefill"), " → ", at(to, "decode")],
     decoding: () => [at(to, "decode"), " writes"],
     serving: () => [at(to, "both"), " reads and writes"],
