@@ -106,15 +106,13 @@ def who_waits(
         does = "share their steps with prompts" if mode == CHUNKED else "stand still for prompts"
         busy = _mean_busy(lanes, "both")
         return f"Prompts wait {queue} for workers {busy:.0%} busy; outputs {does} {beside}. {of}."
-    for_room = stages["queue"] > stages["prefill"] and _mean_busy(lanes, "prefill") < BUSY
-    whom = "room on D" if for_room else "P"
-    text = (
-        f"Prompts wait {queue} for {whom}, outputs {seconds(stages['handover'])} for K and V. {of}"
-    )
+    busy, handover = _mean_busy(lanes, "prefill"), seconds(stages["handover"])
+    text = f"Prompts wait {queue} for P, {busy:.0%} busy; outputs {handover} for K and V. {of}"
     if max(late, slow) < FEW:
         return f"{text}."
-    short = "D" if for_room or slow > late else "P"
-    return f"{text}: {short} is what is short."
+    if slow > late:
+        return f"{text}: D is what is short."
+    return f"{text}: {'P' if busy > BUSY else 'room on D'} is what is short."
 
 
 def _mean_busy(lanes: Sequence[Mapping[str, Any]], role: str) -> float:

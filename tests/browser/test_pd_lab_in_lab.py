@@ -143,7 +143,7 @@ def a_slow_answer_shows_progress(page, capsys: pytest.CaptureFixture) -> None:
             )
             print(f"\nPDLab, {label}: {told}")
         for ms, progress in found:
-            assert ms < 200 or progress is not None, label
+            assert ms < 300 or progress is not None, label
 
 
 def it_runs_for_real_while_the_kernel_is_free(page) -> None:
@@ -230,7 +230,7 @@ def themes_and_widths_fit(page) -> None:
         page.wait_for_timeout(400)
         for widget, name in both:
             screenshot(widget, f"{name}-{theme.lower()}-after")
-    for width in (1000, 700, 480):
+    for width in (1000, 700):
         page.set_viewport_size({"width": width, "height": 1100})
         page.wait_for_timeout(400)
         for widget, name in both:

@@ -364,14 +364,14 @@ def test_who_waits_is_said_and_what_is_short() -> None:
     stages = {"queue": 1.25, "prefill": 0.1, "handover": 0.004, "beside": 0.3, "decode": 2.0}
     lanes = [{"role": "prefill", "busy": 0.98}, {"role": "decode", "busy": 1.0}]
     words = who_waits(DISAGGREGATED, stages, lanes, (0.3, 0.1))
-    assert "Prompts wait 1.25 s for P, outputs 4 ms for K and V" in words
+    assert "Prompts wait 1.25 s for P, 98% busy; outputs 4 ms for K and V" in words
     assert "30% miss the TTFT limit, 10% that on TPOT: P is what is short" in words
     assert "D is what is short" in who_waits(DISAGGREGATED, stages, lanes, (0.1, 0.3))
     assert "short" not in who_waits(DISAGGREGATED, stages, lanes, (0.01, 0.0))
     lanes = [{"role": "prefill", "busy": 0.2}, {"role": "decode", "busy": 1.0}]
     words = who_waits(DISAGGREGATED, stages, lanes, (0.3, 0.1))
-    assert "wait 1.25 s for room on D" in words
-    assert "D is what is short" in words
+    assert "wait 1.25 s for P, 20% busy" in words
+    assert "room on D is what is short" in words
     lanes = [{"role": "both", "busy": 0.5}]
     words = who_waits(AGGREGATED, stages, lanes, (0.0, 0.0))
     assert "workers 50% busy; outputs stand still for prompts 300 ms" in words

@@ -185,9 +185,11 @@ class PDLab {
     this.root.dataset.progress = of ? `${done}/${of}` : "";
     const name = left && this.modes.find(([mode]) => mode === left[0])[1];
     this.state.textContent = of ? `simulating ${name}, ${done + 1} of ${of} …` : "simulating …";
-    clearTimeout(this.slow);
-    if (!busy && !of) this.state.hidden = true;
-    else if (this.state.hidden) this.slow = setTimeout(() => (this.state.hidden = !this.asker.isBusy && !this.get("progress").of), 120); // a short wait needs no word
+    if (!busy && !of) {
+      clearTimeout(this.slow);
+      this.slow = null;
+      this.state.hidden = true;
+    } else this.slow ??= setTimeout(() => (this.state.hidden = !this.asker.isBusy && !this.get("progress").of), 120); // a short wait needs no word
   }
 
   drawMessage() {
