@@ -353,13 +353,42 @@ def _set(y, at, value, accumulate):
 
 @inlined
 def _fp32_one(weight, at, width, x, x_at):
-    """One output of one row; even and odd vectors are summed apart, for the latency of `fma`."""
-    even, odd = zero_floats(), zero_floats()
+    """One output of one row."""
+    result = zero_floats()
     for k in range(0, width, 16):
         prefetch(weight, at + k + _AHEAD // 4)
-        even = fma(load_floats(weight, at + k), load_floats(x, x_at + k), even)
-        odd = fma(load_floats(weight, at + k + 8), load_floats(x, x_at + k + 8), odd)
-    return total(add_floats(even, odd))
+        result = fma(load_floats(weight, at + k), load_floats(x, x_at + k), result)
+        result = fma(load_floats(weight, at + k + 8), load_floats(x, x_at + k + 8), result)
+    return total(result)
+
+
+@inlined
+def _fma_both(first, second, w0, w1, x, at):
+    values = load_floats(x, at)
+    return fma(w0, values, first), fma(w1, values, second)
+
+
+@inlined
+def _fp32_two_times_four(weight, at, width, x, x_at, y, y_at, y_row, accumulate):
+    """Two outputs of four rows."""
+    a0, b0, c0, d0 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
+    a1, b1, c1, d1 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
+    for k in range(0, width, 8):
+        prefetch(weight, at + k + _AHEAD // 4)
+        prefetch(weight, at + k + _AHEAD // 4 + width)
+        w0, w1 = load_floats(weight, at + k), load_floats(weight, at + width + k)
+        a0, a1 = _fma_both(a0, a1, w0, w1, x, x_at + k)
+        b0, b1 = _fma_both(b0, b1, w0, w1, x, x_at + width + k)
+        c0, c1 = _fma_both(c0, c1, w0, w1, x, x_at + 2 * width + k)
+        d0, d1 = _fma_both(d0, d1, w0, w1, x, x_at + 3 * width + k)
+    _set(y, y_at, total(a0), accumulate)
+    _set(y, y_at + 1, total(a1), accumulate)
+    _set(y, y_at + y_row, total(b0), accumulate)
+    _set(y, y_at + y_row + 1, total(b1), accumulate)
+    _set(y, y_at + 2 * y_row, total(c0), accumulate)
+    _set(y, y_at + 2 * y_row + 1, total(c1), accumulate)
+    _set(y, y_at + 3 * y_row, total(d0), accumulate)
+    _set(y, y_at + 3 * y_row + 1, total(d1), accumulate)
 
 
 @kernel
@@ -370,33 +399,16 @@ def fp32_rows(weight, at, width, x, x_at, row, rows, y, y_at, y_row, output, out
     r, i goes to y[y_at + r * y_row + i].
     """
     for block in range(row, row + rows, _BLOCK):
-        for i in range(output, output + outputs):
-            first = at + i * width
-            end = min(block + _BLOCK, row + rows)
-            r = block
-            while r + 3 < end:
-                a0, b0, c0, d0 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
-                a1, b1, c1, d1 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
-                a = x_at + r * width
-                b, c, d = a + width, a + 2 * width, a + 3 * width
-                for k in range(0, width, 16):
-                    prefetch(weight, first + k + _AHEAD // 4)
-                    w0, w1 = load_floats(weight, first + k), load_floats(weight, first + k + 8)
-                    a0 = fma(w0, load_floats(x, a + k), a0)
-                    b0 = fma(w0, load_floats(x, b + k), b0)
-                    c0 = fma(w0, load_floats(x, c + k), c0)
-                    d0 = fma(w0, load_floats(x, d + k), d0)
-                    a1 = fma(w1, load_floats(x, a + k + 8), a1)
-                    b1 = fma(w1, load_floats(x, b + k + 8), b1)
-                    c1 = fma(w1, load_floats(x, c + k + 8), c1)
-                    d1 = fma(w1, load_floats(x, d + k + 8), d1)
-                to = y_at + r * y_row + i
-                _set(y, to, total(add_floats(a0, a1)), accumulate)
-                _set(y, to + y_row, total(add_floats(b0, b1)), accumulate)
-                _set(y, to + 2 * y_row, total(add_floats(c0, c1)), accumulate)
-                _set(y, to + 3 * y_row, total(add_floats(d0, d1)), accumulate)
-                r += 4
-            while r < end:
-                value = _fp32_one(weight, first, width, x, x_at + r * width)
-                _set(y, y_at + r * y_row + i, value, accumulate)
-                r += 1
+        end = min(block + _BLOCK, row + rows)
+        fours = block + (end - block) // 4 * 4
+        for pair in range(output, output + outputs, 2):
+            first = at + pair * width
+            whole = pair + 1 < output + outputs
+            if whole:
+                for r in range(block, fours, 4):
+                    from_, to = x_at + r * width, y_at + r * y_row + pair
+                    _fp32_two_times_four(weight, first, width, x, from_, y, to, y_row, accumulate)
+            for i in range(2 if whole else 1):
+                for r in range(fours if whole else block, end):
+                    value = _fp32_one(weight, first + i * width, width, x, x_at + r * width)
+                    _set(y, y_at + r * y_row + pair + i, value, accumulate)

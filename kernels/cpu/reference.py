@@ -43,6 +43,16 @@ def linear(x: torch.Tensor, weight: Weight, team: "Team | None" = None) -> torch
     return torch_linear(rounded(x, weight), unpack(weight))
 
 
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight, along the last axis."""
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + epsilon) * weight
+
+
+def silu_multiply(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gate / (1 + e^-gate) * up"""
+    return torch.nn.functional.silu(gate) * up
+
+
 def _inverse(limit: float, most: torch.Tensor) -> torch.Tensor:
     # a Python number over a tensor would be a product with the reciprocal, rounded twice
     return torch.where(most > 1e-30, torch.full_like(most, limit) / most, torch.zeros_like(most))

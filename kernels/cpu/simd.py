@@ -237,13 +237,45 @@ def _larger(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
+def _exponential(builder: Any, x: Any) -> Any:
+    """e^x = 2^n e^r with n = rint(x / ln 2); e^r by a polynomial (Cephes expf), to 2 ulp."""
+    low, high = _constant(Floats.vector, -87.0), _constant(Floats.vector, 88.0)
+    x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
+    x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
+    power = _rounded(builder, builder.fmul(x, _constant(Floats.vector, 1.4426950216293335)))
+    # ln 2 in two parts, the first of which has so few bits that the product is exact
+    rest = _fma(builder, power, _constant(Floats.vector, -0.693359375), x)
+    rest = _fma(builder, power, _constant(Floats.vector, 2.1219444170128554e-4), rest)
+    series = _constant(Floats.vector, _EXPONENTIAL[0])
+    for factor in _EXPONENTIAL[1:]:
+        series = _fma(builder, series, rest, _constant(Floats.vector, factor))
+    value = _fma(builder, series, builder.fmul(rest, rest), rest)
+    value = builder.fadd(value, _constant(Floats.vector, 1.0))
+    exponent = builder.add(builder.fptosi(power, Ints.vector), _constant(Ints.vector, 127))
+    scale = builder.shl(exponent, _constant(Ints.vector, 23))
+    return builder.fmul(value, builder.bitcast(scale, Floats.vector))
+
+
+_EXPONENTIAL = (
+    1.9875691214110702e-4,
+    1.398199936375022e-3,
+    8.333452045917511e-3,
+    4.166579619050026e-2,
+    1.6666665673255920e-1,
+    5.0000000000000000e-1,
+)
+
 zero_floats = _operation(Floats, 0, lambda builder: _constant(Floats.vector, 0.0))
 zero_ints = _operation(Ints, 0, lambda builder: _constant(Ints.vector, 0))
 zero_shorts = _operation(Shorts, 0, lambda builder: _constant(Shorts.vector, 0))
 add_floats = _operation(Floats, 2, lambda builder, a, b: builder.fadd(a, b))
 add_ints = _operation(Ints, 2, lambda builder, a, b: builder.add(a, b))
 add_shorts = _operation(Shorts, 2, lambda builder, a, b: builder.add(a, b))
+negated = _operation(Floats, 1, lambda builder, a: builder.fneg(a))
 multiply = _operation(Floats, 2, lambda builder, a, b: builder.fmul(a, b))
+divide = _operation(Floats, 2, lambda builder, a, b: builder.fdiv(a, b))
+exponential = _operation(Floats, 1, _exponential)
+"""e^x; below -87 that of -87 and above 88 that of 88."""
 magnitude = _operation(
     Floats, 1, lambda builder, a: _call(builder, "llvm.fabs.v8f32", Floats.vector, [a])
 )
