@@ -137,6 +137,7 @@ def worker_of(
         "state": "starting" if is_starting else "serving" if is_alive else "lost",
         "pid": getattr(getattr(host, "process", None), "pid", None),
         "jobs": 0,
+        "reading": 0,
         "fill": 0.0,
         "step_s": None,
         "prompt_tokens": 0,
@@ -147,11 +148,21 @@ def worker_of(
     load = peer.load
     return card | {
         "jobs": len(peer.jobs),
+        "reading": sum(
+            len(job.state.prompt_ids) for job in peer.jobs.values() if _reads(peer, job)
+        ),
         "fill": 1 - load.num_free_blocks / peer.hello.num_blocks,
         "step_s": load.step_s,
         "prompt_tokens": load.num_prompt_tokens,
         "decodes": load.num_decodes,
     }
+
+
+def _reads(peer: Peer, job: Job) -> bool:
+    """Whether a worker has a prompt of which no token came yet; it tells nothing in mid-step."""
+    if job.stage is Stage.SERVING:
+        return not job.metrics.token_times_s
+    return job.stage is Stage.PREFILLING and job.prefill_on == peer.name
 
 
 def row_of(reader: Reader, now_s: float) -> Picture:

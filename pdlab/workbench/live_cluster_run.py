@@ -277,8 +277,14 @@ class LiveRun(threading.Thread):
         for reader in self._readers if cluster.hosts else []:
             if reader.over_s is not None and cluster.now_s() - reader.over_s < THINK_S:
                 continue
-            if reader.job is None or reader.over_s is not None:
-                self._submit(cluster, reader, next(self._prompts), self._max_tokens)
+            if reader.job is None:  # shorter ones first, or all would end at the same time
+                part = (reader.color + 1) / len(self._readers)
+                most = max(2, round(part * self._max_tokens))
+            elif reader.over_s is not None:
+                most = self._max_tokens
+            else:
+                continue
+            self._submit(cluster, reader, next(self._prompts), most)
 
     def _submit(self, cluster: Cluster, reader: Reader, prompt: Prompt, max_tokens: int) -> None:
         seed = next(self._seeds)

@@ -219,8 +219,9 @@ class LiveCluster {
   }
 }
 
-/** What a worker's last step did: "wrote 3 tokens in 41 ms". */
-function stepInWords({ step_s, prompt_tokens: read, decodes: wrote }) {
+/** What a worker does, "reads 600 tokens …", or its last step did, "wrote 3 tokens in 41 ms". */
+function stepInWords({ reading, step_s, prompt_tokens: read, decodes: wrote }) {
+  if (reading) return `reads ${reading} tokens …`;
   if (!step_s || !(read || wrote)) return "idle";
   const did = read && wrote ? `read ${read}, wrote ${wrote}` : `${read ? "read" : "wrote"} ${read || wrote} token${(read || wrote) === 1 ? "" : "s"}`;
   return `${did} in ${duration(step_s)}`;
