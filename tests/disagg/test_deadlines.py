@@ -91,10 +91,12 @@ def test_who_waits_for_room_and_is_aborted_gets_none(transfer):
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_step_that_broke_off_between_layers_is_sent_again(layer, layers_per_parcel):
     """As another transfer, so that the receiver begins anew, and takes nothing for missing."""
-    prompts = [random_prompt(20, seed=i) for i in range(3)]
-    chunked = replace(EXACT, max_num_batched_tokens=16)
+    stem = random_prompt(8)
+    prompts = [stem + random_prompt(12, seed=i) for i in range(3)]
+    chunked = replace(EXACT, max_num_batched_tokens=16, enable_prefix_cache=False)
     options = {"clock": TurnClock(), "layers_per_parcel": layers_per_parcel}
     with pair(chunked, EXACT, "stream", **options) as cluster:
+        cluster.generate([stem], GREEDY)  # which the receiver has cached
         port, calls = engine_of(cluster, "p0").kv_port, []
         inner = port.on_layer
 
@@ -117,8 +119,9 @@ def test_a_step_that_broke_off_between_layers_is_sent_again(layer, layers_per_pa
         assert [job.attempt for job in jobs] == [0, 0, 0]
         assert [cluster.collect(i).token_ids for i in ids] == alone(prompts, GREEDY)
         token_bytes = MODEL.config.kv_bytes_per_token(4)
-        for record in cluster.transfers:
-            assert record.num_bytes == record.num_tokens * token_bytes
+        for record in cluster.transfers[1:]:
+            assert record.num_cached_tokens == 8
+            assert record.num_bytes == 12 * token_bytes
         check_all_idle(cluster)
 
 
