@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import select
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from jupyter_client.manager import start_new_kernel
 
 from pdlab import Engine, EngineConfig, load
 from pdlab.disagg.hosts.host import Host, LocalHost
@@ -479,3 +482,52 @@ def test_nothing_sticks_out(page, width: int, theme: str) -> None:
         assert disabled == (0 if is_live else 3)
         tag = page.locator(".pd-foot .pd-tag").inner_text()
         assert tag == ("measured" if is_live else "recorded")
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+START = """
+import asyncio
+from pdlab import load, workbench as wb
+live = wb.LiveCluster(load("random:tiny-llama"), 1, 1, num_threads=1, slowdown=20)
+served = asyncio.Event()
+live.observe(lambda change: served.set() if change["new"] == "running" else None, "state")
+live.start()
+await asyncio.wait_for(served.wait(), 120)
+while not all(worker["pid"] for worker in live.picture["workers"]):
+    await asyncio.sleep(0)
+print(*[worker["pid"] for worker in live.picture["workers"]])
+"""
+SLEEP = "import time\nprint('asleep', flush=True)\ntime.sleep(600)"
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux: waits for processes")
+def test_it_outlives_an_interrupt_and_ends_with_the_kernel() -> None:
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        printed = run_in_kernel(client, START)
+        processes = [os.pidfd_open(int(number)) for number in printed.split()]
+        assert len(processes) == 2
+        run_in_kernel(client, SLEEP, on_print=manager.interrupt_kernel)
+        assert not select.select(processes, [], [], 0)[0]
+        assert run_in_kernel(client, "print(live.state)") == "running\n"
+        manager.shutdown_kernel(now=True)  # SIGKILL: the kernel tidies nothing up
+        for process in processes:
+            assert select.select([process], [], [], WAIT_S)[0]
+            os.close(process)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def run_in_kernel(client, code: str, on_print: Callable[[], None] = lambda: None) -> str:
+    """What a cell prints."""
+    printed: list[str] = []
+
+    def hear(message: dict) -> None:
+        if message["msg_type"] == "stream" and message["content"]["name"] == "stdout":
+            printed.append(message["content"]["text"])
+            on_print()
+
+    client.execute_interactive(code, output_hook=hear, timeout=WAIT_S)
+    return "".join(printed)
