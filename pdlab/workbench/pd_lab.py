@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import traitlets
@@ -19,8 +18,8 @@ from pdlab.models import Model
 from pdlab.requirements import require_choice, require_int
 from pdlab.workbench.background import Background, Report
 from pdlab.workbench.lab import NOTHING, Lab, refuse_unknown
-from pdlab.workbench.pd_lab_data import MIX_NAMES, picture_of, shown_until_s
-from pdlab.workbench.pd_lab_machines import CHUNKS, THERE, Device, devices_of
+from pdlab.workbench.pd_lab_data import MIX_NAMES
+from pdlab.workbench.pd_lab_machines import CHUNKS, THERE, devices_of
 from pdlab.workbench.pd_lab_run import RealClusterRun, RealSide
 from pdlab.workbench.pd_lab_settings import (
     DISAGGREGATED,
@@ -33,12 +32,12 @@ from pdlab.workbench.pd_lab_settings import (
     moved,
     usual_rate,
 )
+from pdlab.workbench.pd_lab_simulations import Simulations, about
 from pdlab.workbench.pd_lab_waits import STAGES, seconds
-from pdlab.workbench.pd_lab_workloads import DESCRIPTIONS, describe, num_cut
+from pdlab.workbench.pd_lab_workloads import DESCRIPTIONS, describe
 from pdlab.workbench.policy_lab_data import (
     MOST_REQUESTS,
     in_words,
-    last_token_s,
     refused_for_real,
 )
 from pdlab.workload.serving import SLO
@@ -49,8 +48,6 @@ VIEWS = (BEGINNING, WHOLE, MEASURED)
 NUM_DEVICES = (2, 3, 4, 6, 8)
 LOCAL_TOKENS = (0, 32, 64, 128, 256, 512)
 MOST_REAL = 100
-MOST_KEPT = 36
-"""Simulated runs that are kept, so that a slider that goes back answers at once."""
 
 
 class PDLab(Lab):
@@ -153,8 +150,7 @@ class PDLab(Lab):
         self._num_cores = len(physical_cores())
         self._slo = None if slo is None else slo.checked()
         self._devices = devices_of(model, step_times, config)
-        self._kept: OrderedDict[tuple[Any, ...], ClusterRun] = OrderedDict()
-        self._num_simulations = 0
+        self._simulations = Simulations()
         self._following = True
         super().__init__(header=self._header(), workloads=workloads, chosen=chosen)
         name = settings.get("machine", next(iter(self._devices)))
@@ -178,7 +174,8 @@ class PDLab(Lab):
     @property
     def runs(self) -> dict[str, ClusterRun]:
         """The simulated runs that are shown now, by mode."""
-        return {mode: self._kept[self._settings.key(mode)] for mode in MODES}
+        settings, device = self._settings, self._devices[self._settings.machine]
+        return {mode: self._simulations.run(settings, mode, device) for mode in MODES}
 
     @property
     def numbers(self) -> dict[str, dict[str, Any]]:
@@ -211,7 +208,7 @@ class PDLab(Lab):
         return (
             f"PDLab: {settings.workload} at {settings.rate_rps:g}/s on {settings.num_devices} "
             f"devices, limits TTFT {settings.ttft_slo_s:g} s and TPOT {settings.tpot_slo_s:g} s. "
-            f"{'; '.join(parts)}. Simulated {self._line(settings)}"
+            f"{'; '.join(parts)}. Simulated {self.about['provenance']}"
         )
 
     # --- for real -----------------------------------------------------------------------------
@@ -230,9 +227,9 @@ class PDLab(Lab):
 
     def stop(self) -> None:
         """End what runs for real; without, do nothing."""
-        super().stop()
         if self._real:
             self.real = self.real | {"stage": "stopping"}
+        super().stop()
 
     def _under_way(self) -> Background | None:
         return self._real.work if self._real else None
@@ -254,7 +251,7 @@ class PDLab(Lab):
         requests = settings.requests(device)[: self._num_real]
         simulated = settings.run(mode, device, self._num_real)
         work = RealClusterRun(self._model, settings.plan(mode, device), requests, self._on_report)
-        self._real = RealSide(mode, settings, device, simulated, work, self._num_simulations)
+        self._real = RealSide(mode, settings, device, simulated, work, self._simulations.num_made)
         self.real = self._real.state("running")
         work.start()
 
@@ -280,7 +277,7 @@ class PDLab(Lab):
     def _keep_real(self, real: RealSide, run: ClusterRun) -> None:
         """Beside those of other ways, if all else is the same."""
         self.measured, self.simulated = run, real.simulated
-        entry = real.entry(run, self._num_simulations)
+        entry = real.entry(run, self._simulations.num_made)
         same = [each for each in self.reals if each["key"] == entry["key"]]
         with self.hold_sync():
             self.reals = [*(each for each in same if each["mode"] != entry["mode"]), entry]
@@ -312,8 +309,7 @@ class PDLab(Lab):
     @traitlets.observe("view")
     def _on_view(self, _change: Any) -> None:
         if not self._following:
-            runs, settings = self.runs, self._settings
-            self.results = {mode: self._picture(runs[mode], settings, mode) for mode in MODES}
+            self.results = {mode: self._picture(self._settings, mode) for mode in MODES}
 
     def _set(self, values: Mapping[str, Any]) -> None:
         refuse_unknown(values, SETTABLE)
@@ -336,71 +332,42 @@ class PDLab(Lab):
             settings.plan(mode, device)  # refuses what does not go together, before it takes time
         before = self.results
         try:
-            self._simulate(settings, device)
+            self._simulate(settings)
         except BaseException:
             self.results = before
             raise
         finally:
             self.progress = {}
         self._settings = settings
-        advice = settings.advice(device)
         following, self._following = self._following, True
         try:
             with self.hold_sync():
                 self.message = ""
-                self.about = {
-                    "settings": asdict(settings),
-                    "provenance": self._line(settings),
-                    "advice": advice.num_prefill,
-                    "advice_words": f"cost model: {advice}, carries {advice.capacity_rps:.3g}/s",
-                    "cut": self._cut_words(settings, device),
-                }
+                self.about = about(settings, device)
                 for name in SETTABLE:
                     setattr(self, name, getattr(settings, name))
         finally:
             self._following = following
 
-    def _simulate(self, settings: Settings, device: Device) -> None:
+    def _simulate(self, settings: Settings) -> None:
         """One mode after the other, those that are known first; each is shown when it is there."""
-        ready = [mode for mode in MODES if settings.key(mode) in self._kept]
+        ready = [mode for mode in MODES if settings.key(mode) in self._simulations]
         left = [mode for mode in MODES if mode not in ready]
-        known = {mode: self._run_of(settings, mode, device) for mode in ready}
-        pictures = {mode: self._picture(run, settings, mode) for mode, run in known.items()}
+        pictures = {mode: self._picture(settings, mode) for mode in ready}
         count = len(left)
         while left:
             with self.hold_sync():
                 self.results = self.results | pictures
                 self.progress = {"done": count - len(left), "of": count, "left": left}
-            mode = left[0]
-            pictures = {mode: self._picture(self._run_of(settings, mode, device), settings, mode)}
+            pictures = {left[0]: self._picture(settings, left[0])}
             left = left[1:]
         self.results = self.results | pictures
 
-    def _run_of(self, settings: Settings, mode: str, device: Device) -> ClusterRun:
-        key = settings.key(mode)
-        if key not in self._kept:
-            self._kept[key] = settings.run(mode, device)
-            self._num_simulations += 1
-        self._kept.move_to_end(key)
-        while len(self._kept) > MOST_KEPT:
-            self._kept.popitem(last=False)
-        return self._kept[key]
-
-    def _picture(self, run: ClusterRun, settings: Settings, mode: str) -> dict[str, Any]:
+    def _picture(self, settings: Settings, mode: str) -> dict[str, Any]:
         device = self._devices[settings.machine]
-        until_s = None if self.view == WHOLE else shown_until_s(settings.requests(device))
-        return picture_of(run, mode, settings.name_of(mode), settings.slo, until_s) | {
-            "line": settings.line(mode),
-            "real_s": last_token_s(run.serving, self._num_real),
-        }
-
-    def _cut_words(self, settings: Settings, device: Device) -> str:
-        limit = device.machine.max_model_len
-        count = num_cut(settings.workload, settings.num_requests, settings.seed, limit)
-        return f"{count} prompts of the trace are cut to {limit:,} tokens in all" if count else ""
-
-    def _line(self, settings: Settings) -> str:
-        return self._devices[settings.machine].machine.line
+        return self._simulations.picture(
+            settings, mode, device, whole=self.view == WHOLE, num_real=self._num_real
+        )
 
     def _header(self) -> dict[str, Any]:
         devices = self._devices.items()

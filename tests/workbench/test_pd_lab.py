@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,14 +11,11 @@ import traitlets
 import pdlab.workbench.pd_lab_machines as machines
 import pdlab.workbench.pd_lab_run as run_module
 from pdlab.bench.disaggregation import interrupted_chats
-from pdlab.costmodel import LinearStepTimes
 from pdlab.disagg.cluster import Cluster
-from pdlab.disagg.hosts.host import LocalHost
-from pdlab.disagg.hosts.spec import TransportSpec, make_worker
+from pdlab.disagg.hosts.processes import ProcessHost
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.simulated.cluster import simulate_cluster
 from pdlab.disagg.simulated.search import MODES
-from pdlab.disagg.transport.in_process import Switchboard
 from pdlab.models import load
 from pdlab.workbench import PDLab
 from pdlab.workbench.pd_lab_data import MOST_ARROWS, end_of, shown_until_s
@@ -34,14 +30,7 @@ from pdlab.workload.serving import SLO
 from pdlab.workload.traces import find_trace, read_trace
 
 from .handmade_cluster import story
-
-TIMES = LinearStepTimes(
-    "measured on a machine made up for a test", 0.01, 0.001, 0, 0.0003, 0, 0.001, 1e-6, 5e-6
-)
-FAST = LinearStepTimes(
-    "measured on a fast machine made up for a test", 1e-3, 0, 0, 3e-5, 0, 1e-4, 0, 0
-)
-TINY = "random:tiny-llama"
+from .handmade_lab import TIMES, TINY, real_lab, workers_here
 
 
 @pytest.fixture
@@ -57,35 +46,7 @@ def crowded(lab: PDLab) -> None:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> list[Cluster]:
-    """Workers in this process instead of processes of their own; the clusters that were made."""
-    made: list[Cluster] = []
-
-    def cluster_of(model, specs, router=None, *, seed=None):
-        board = Switchboard()
-        local = TransportSpec("in-process")
-        hosts = [
-            (LocalHost(make_worker(replace(s, transport=local), model=model, board=board)), s.role)
-            for s in specs
-        ]
-        made.append(Cluster(model, hosts, router, seed=seed))
-        return made[-1]
-
-    monkeypatch.setattr(run_module, "process_cluster", cluster_of)
-    return made
-
-
-def real_lab(**settings) -> PDLab:
-    """One that serves 4 requests in some tenths of a second."""
-    lab = PDLab(
-        load(TINY),
-        "short chat",
-        30,
-        step_times=FAST,
-        num_real=4,
-        **{"rate_rps": 20.0, "num_devices": 2} | settings,
-    )
-    lab._num_cores = 8  # whatever the machine has
-    return lab
+    return workers_here(monkeypatch)
 
 
 # --- simulating ----------------------------------------------------------------------------------
@@ -145,12 +106,12 @@ def test_only_what_is_apart_moves_k_and_v(lab: PDLab) -> None:
 
 def test_a_control_simulates_only_the_ways_that_it_touches(lab: PDLab) -> None:
     def asked(**values) -> int:
-        before = lab._num_simulations
+        before = lab._simulations.num_made
         lab.choose(**values)
         assert not lab.message
-        return lab._num_simulations - before
+        return lab._simulations.num_made - before
 
-    assert lab._num_simulations == 3
+    assert lab._simulations.num_made == 3
     assert asked(num_prefill=1) == 1
     assert asked(prefill_chunk=64) == 1
     assert asked(decode_chunk=512) == 1
@@ -549,6 +510,25 @@ def test_real_processes_serve_and_end() -> None:
     assert lab.real["state"] == "done", lab.real
     assert list(dict.fromkeys(stages))[1:4] == ["starting", "warming up", "serving"]
     assert lab.measured.transfers[0].transport != "in-process"
+
+
+@pytest.mark.parametrize("stage", ["starting", "serving"])
+def test_stopped_processes_are_gone(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ProcessHost] = []
+    begin = ProcessHost.__init__
+
+    def noted(self, *args, **options) -> None:
+        begin(self, *args, **options)
+        made.append(self)
+
+    monkeypatch.setattr(ProcessHost, "__init__", noted)
+    lab = real_lab(rate_rps=0.01)  # the first request is minutes away
+    lab.observe(lambda change: change["new"]["stage"] == stage and lab.stop(), "real")
+    lab.run_for_real()
+    lab.wait(120)
+    assert lab.real["state"] == "stopped", lab.real
+    assert all(host.process.returncode is not None for host in made)
+    assert len(made) == 2
 
 
 def test_it_can_be_stopped_and_begun_again(here) -> None:
