@@ -145,20 +145,19 @@ def _madd_shorts(builder: Any, a: Any, b: Any) -> Any:
     if _AVX2:
         return _call(builder, "llvm.x86.avx2.pmadd.wd", Ints.vector, [a, b])
     wide = ir.VectorType(_I32, 16)
-    return _add_pairs(builder, builder.mul(builder.sext(a, wide), builder.sext(b, wide)))
+    products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
+    even, odd = _pick(builder, products, range(0, 16, 2)), _pick(builder, products, range(1, 16, 2))
+    return builder.add(even, odd)
 
 
 def _madd_bytes(builder: Any, a: Any, b: Any) -> Any:
     if _AVX2:
         return _call(builder, "llvm.x86.avx2.pmadd.ub.sw", Shorts.vector, [a, b])
-    wide = ir.VectorType(_I16, 32)
-    return _add_pairs(builder, builder.mul(builder.zext(a, wide), builder.sext(b, wide)))
-
-
-def _add_pairs(builder: Any, value: Any) -> Any:
-    count = value.type.count
-    even, odd = _pick(builder, value, range(0, count, 2)), _pick(builder, value, range(1, count, 2))
-    return builder.add(even, odd)
+    # each pair of bytes is taken apart within its 16 bits: no lane has to move
+    a, b = builder.bitcast(a, Shorts.vector), builder.bitcast(b, Shorts.vector)
+    eight, mask = _constant(Shorts.vector, 8), _constant(Shorts.vector, 255)
+    lower = builder.mul(builder.and_(a, mask), builder.ashr(builder.shl(b, eight), eight))
+    return builder.add(lower, builder.mul(builder.lshr(a, eight), builder.ashr(b, eight)))
 
 
 def _widen_half(builder: Any, bits: Any) -> Any:
