@@ -10,27 +10,18 @@ from types import SimpleNamespace
 import pytest
 
 from pdlab.disagg.simulated.cluster import simulate_cluster
-from pdlab.disagg.simulated.spec import SimulatedSpec
 from pdlab.disagg.transport.link import LINKS, Link
-from pdlab.kvcache import KVLayout
 from pdlab.models.catalog import SHAPES
 from pdlab.workbench import disagg_experiments as lab
 from pdlab.workbench import figures
 from pdlab.workbench.disagg_experiments.killing import Reader
 from pdlab.workbench.disagg_experiments.maps import CORNERS
-from pdlab.workbench.disagg_experiments.processes import ENGINE
 from pdlab.workload import TraceRequest
-
-LAYOUT = KVLayout(30, 3, 64, 16)
 
 
 @pytest.fixture
 def twin() -> lab.Twin:
-    specs = {
-        name: SimulatedSpec(role, ENGINE, lab.RECORDED, layout=LAYOUT)
-        for name, role in (("p0", "prefill"), ("d0", "decode"))
-    }
-    return lab.Twin(dict.fromkeys(specs, lab.RECORDED), specs, 0.0)
+    return lab.Twin.recorded()
 
 
 def test_the_scene_is_about_who_waits(twin: lab.Twin) -> None:
@@ -162,3 +153,15 @@ def test_the_break_even_plot_marks_where_each_size_begins_to_pay() -> None:
         )
     assert max(lines["bf16"].y) < found.slow.ttft_s - found.fast.ttft_s
     assert {"1GbE", "100GbE"} <= {note.text for note in figure.layout.annotations}
+
+
+def test_the_recorded_agreement_has_both_workloads() -> None:
+    found = lab.recorded_agreement()
+    assert set(found) == {"mixed", "short chat"}
+    assert all(0.5 < ratio < 2 for ratios in found.values() for ratio in ratios)
+
+
+def test_the_document_is_what_was_computed_in_its_steps(twin: lab.Twin) -> None:
+    run = twin.run(lab.scene(0.11))
+    assert lab.prefill_s(run) == pytest.approx(lab.recorded_prefill_s(lab.DOCUMENT_TOKENS))
+    assert all(0 < share <= 1 for share in lab.busy(run))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,11 +41,12 @@ class Outcome(NamedTuple):
 
     chat_p50_s: float
     """Between two tokens of a chat."""
-    chat_p99_s: float
     chat_gap_s: float
     """The longest."""
     document_ttft_s: float | None
     """None where there is none."""
+    ttft_p50_s: float
+    """Of all."""
     tokens_per_s: float
     """Output tokens, of all, from the first arrival to the end."""
 
@@ -56,14 +58,26 @@ class Outcome(NamedTuple):
         )
         documents = [r for r in run.requests if r.metrics.num_prompt_tokens >= DOCUMENT_TOKENS]
         tokens = sum(r.metrics.num_output_tokens for r in run.requests)
-        p50, p99 = np.percentile(gaps, (50, 99)).tolist()
         return cls(
-            p50,
-            p99,
+            float(np.median(gaps)),
             float(gaps.max()),
             documents[0].metrics.ttft_s if documents else None,
+            float(np.median([r.metrics.ttft_s for r in run.requests])),
             tokens / run.serving.duration_s,
         )
+
+
+def busy(run: ClusterRun) -> list[float]:
+    """Part of the run's time that each worker spent in steps."""
+    duration_s = run.serving.duration_s
+    return [sum(s.wall_s for s in w.steps) / duration_s for w in run.workers.values()]
+
+
+def prefill_s(run: ClusterRun) -> float:
+    """Seconds of the steps that computed the document."""
+    document = run.requests[LABELS.index(DOCUMENT)].request_id
+    steps = [step for worker in run.workers.values() for step in worker.steps]
+    return sum(step.wall_s for step in steps if document in step.prompts)
 
 
 def labels_of(run: ClusterRun) -> dict[str, str]:
@@ -86,8 +100,7 @@ def recorded_bench(
     Args:
         path: None for the file that pdlab ships.
     """
-    path = path or shipped("data") / "measured" / "disaggregation.json"
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw = _recorded(path)
     spread = ("itl_p50_s", "itl_p99_s", "ttft_p50_s", "tokens_per_s")
     plans = [PlanFigures(**p | {key: tuple(p[key]) for key in spread}) for p in raw["plans"]]
     waits = ("push_wait_s", "stream_wait_s")
@@ -95,3 +108,24 @@ def recorded_bench(
     machine = raw["machine"]
     line = f"recorded: {raw['model']} on {machine['processor']}, {str(machine['date'])[:10]}"
     return plans, overlaps, f"{line}; {raw['repeats']} turns each"
+
+
+def recorded_agreement(path: Path | None = None) -> dict[str, tuple[float, float]]:
+    """By workload: TTFT and TPOT of a simulated pair, divided by those of a real one.
+
+    Medians of the turns, as `pdlab bench disaggregation --save` wrote them.
+    """
+    agreements = _recorded(path)["agreements"]
+    found = {}
+    for each in agreements:
+        ttft, tpot = (
+            each["simulated"][key] / median(turn[key] for turn in each["measured"])
+            for key in ("ttft_s", "tpot_s")
+        )
+        found[each["workload"]] = ttft, tpot
+    return found
+
+
+def _recorded(path: Path | None) -> dict[str, Any]:
+    path = path or shipped("data") / "measured" / "disaggregation.json"
+    return json.loads(path.read_text(encoding="utf-8"))

@@ -48,7 +48,13 @@ class Reader:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.text = ""
+        self.mark = 0
+        """Characters that were there when the worker was killed."""
         self._num_taken = 0
+
+    @property
+    def text_with_mark(self) -> str:
+        return f"{self.text[: self.mark]}‖{self.text[self.mark :]}"
 
     def look(self, chunks: Sequence[Any]) -> None:
         """Take what is new: `chunks` are all pieces so far."""
@@ -63,12 +69,19 @@ class Killed(NamedTuple):
 
     run: ClusterRun
     readers: list[Reader]
+    killed_s: float
+    """When the worker was killed."""
     where: list[str | None]
     """The worker that each answer was written on then."""
 
     @property
     def failure(self) -> FailureRecord:
         return self.run.failures[0]
+
+    @property
+    def noticed_s(self) -> float:
+        """How long the router took to notice."""
+        return self.failure.time_s - self.killed_s
 
     def recovery_s(self) -> list[float]:
         """From the moment the loss was noticed to the next token, of each that went on."""
@@ -92,15 +105,20 @@ def _killed(cluster: Cluster, victim: str) -> Killed:
     jobs = [cluster.router.jobs[i] for i in ids]
     readers = [Reader() for _ in ids]
     where: list[str | None] = []
+    killed_s = 0.0
     while not all(cluster.is_finished(i) for i in ids):
         cluster.step()
         for reader, job in zip(readers, jobs, strict=True):
             reader.look(job.chunks)
         if not where and all(len(reader.token_ids) >= KILL_AFTER for reader in readers):
             where = [job.decode_on for job in jobs]
+            for reader in readers:
+                reader.mark = len(reader.text)
+            killed_s = cluster.now_s()
             cluster.kill(victim)
     cluster.step(0)
-    return Killed(_run_of(cluster, [cluster.collect(i) for i in ids]), readers, where)
+    run = _run_of(cluster, [cluster.collect(i) for i in ids])
+    return Killed(run, readers, killed_s, where)
 
 
 def _run_of(cluster: Cluster, outputs: Sequence[RequestOutput]) -> ClusterRun:

@@ -93,7 +93,7 @@ class SlowPair(Processes):
             1,
             1,
             model=model.name,
-            config=config,
+            config=replace(config, max_num_batched_tokens=DOCUMENT_TOKENS),
             decode_config=replace(config, num_blocks=ROOMS),
             link=link,
         )

@@ -17,9 +17,11 @@ from pdlab.disagg.serving import ClusterRun
 from pdlab.disagg.simulated.cluster import simulate_cluster
 from pdlab.disagg.simulated.spec import SimulatedSpec
 from pdlab.engine import EngineConfig
+from pdlab.kvcache import KVLayout
 from pdlab.trace import RoleSwitch
 from pdlab.workbench.disagg_experiments.chats import Outcome
 from pdlab.workbench.disagg_experiments.processes import APART, ENGINE, Plans
+from pdlab.workbench.scheduling_experiments import RECORDED
 from pdlab.workload import SLO, WORKLOADS, Fixed, TraceRequest, make_traffic, mix, poisson
 
 POOL = replace(ENGINE, num_blocks=1024, max_num_seqs=16)
@@ -45,6 +47,16 @@ class Twin:
             for host in plans.groups[APART]
         }
         return cls(times, specs, plans.hop_s())
+
+    @classmethod
+    def recorded(cls) -> Twin:
+        """Of a recorded machine, the same everywhere; messages take no time."""
+        layout = KVLayout(30, 3, 64, ENGINE.block_size)
+        specs = {
+            name: SimulatedSpec(role, ENGINE, RECORDED, layout=layout)
+            for name, role in (("p0", "prefill"), ("d0", "decode"))
+        }
+        return cls(dict.fromkeys(specs, RECORDED), specs, 0.0)
 
     def run(self, requests: Sequence[TraceRequest], **router: Any) -> ClusterRun:
         """The same requests, in simulated time."""
@@ -92,6 +104,8 @@ class Planned(NamedTuple):
 
     need: Need
     options: list[Split]
+    batch: int
+    """Outputs that are written in one step."""
 
     @property
     def best(self) -> Split:
@@ -112,10 +126,16 @@ def planned(
         times: of both sides.
         run: of workers that prefill and workers that decode.
     """
-    need = need_of(requests, times, times, batch=batch_of(requests, config))
+    batch = batch_of(requests, config)
+    need = need_of(requests, times, times, batch=batch)
     if run is not None:
         need = corrected(need, run, times, times)
-    return Planned(need, splits(need, num_workers))
+    return Planned(need, splits(need, num_workers), batch)
+
+
+def decode_step_s(times: StepTimes, batch: int, context_len: int = 160) -> float:
+    """A step of so many outputs, each with so many tokens before it."""
+    return times.step_s(StepShape(0, 0, 0, batch, batch * context_len, context_len))
 
 
 def simulated_capacity(

@@ -127,12 +127,23 @@ class Plans(Processes):
         group = APART if name == TWO else name
         return self.cluster(group, RouterConfig(mode="aggregated"), role="both")
 
-    def play(self, requests: Sequence[TraceRequest], names: Sequence[str] = PLANS) -> Runs:
-        """The same requests under each plan, one after the other."""
+    def play(
+        self,
+        requests: Sequence[TraceRequest],
+        names: Sequence[str] = PLANS,
+        *,
+        for_fit: bool = False,
+    ) -> Runs:
+        """The same requests under each plan, one after the other.
+
+        Args:
+            for_fit: whether step times may be fitted to the pair's steps; not if these runs shall
+                be predicted.
+        """
         runs = {}
         for name in progress(list(names), "plan"):
             runs[name] = self.serve(self.plan(name), requests)
-            self._note_steps(is_seen=name != APART)
+            self._note_steps(for_fit=for_fit)
         return runs
 
     def decode_step_s(self, num_chats: int = 4) -> float:
@@ -166,12 +177,12 @@ class Plans(Processes):
                 took_s.append(perf_counter() - start_s)
         return median(took_s) / 2
 
-    def _note_steps(self, *, is_seen: bool = True) -> None:
+    def _note_steps(self, *, for_fit: bool = True) -> None:
         """Keep the steps since the last call, or leave them out."""
         for host in self.groups[APART]:
             trace = host.trace()
             done = self._num_noted.get(host.name, 0)
-            if is_seen and trace.steps[done:]:
+            if for_fit and trace.steps[done:]:
                 self.traced[host.name] += samples_of(replace(trace, steps=trace.steps[done:]))
             self._num_noted[host.name] = len(trace.steps)
 
