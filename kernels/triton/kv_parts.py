@@ -182,6 +182,11 @@ def load_halves(codes_ptr, scales_ptr, zeros_ptr, rows, there, dtype: tl.constex
     if FORMAT == "int4":
         low += group_values(zeros_ptr, rows, there, HALF, 0, DIM, PADDED, GROUP)
         high += group_values(zeros_ptr, rows, there, HALF, 1, DIM, PADDED, GROUP)
+    if FORMAT != "float":
+        # Changes no value that counts. But what is masked here is dequantized once and shared;
+        # without it, Triton lets each warp dequantize the whole tile for itself, and spills.
+        low = tl.where((channel < HALF)[None, :], low, 0.0)
+        high = tl.where((channel < HALF)[None, :], high, 0.0)
     return low.to(dtype), high.to(dtype)
 
 
