@@ -51,10 +51,10 @@ def pair_over(body: str, prefill: EngineConfig, decode: EngineConfig, transfer: 
     """Workers `p` and `d` of this process."""
     engines = [Engine(MODEL, config) for config in (prefill, decode)]
     first, second = (
-        LocalHost(Worker(name, engine, transport))
+        LocalHost(Worker(name, engine, transport, transfer_timeout_s=20))
         for name, engine, transport in zip("pd", engines, make_pair(body), strict=True)
     )
-    config = RouterConfig(transfer=transfer)
+    config = RouterConfig(transfer=transfer, max_attempts=1)  # what fails once is not hidden
     return Cluster(MODEL, [(first, "prefill"), (second, "decode")], config)
 
 
