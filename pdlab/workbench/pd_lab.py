@@ -145,6 +145,8 @@ class PDLab(Lab):
         require_int("num_real", num_real, 1, min(MOST_REAL, num_requests))
         require_choice("chosen", chosen, MODES)
         refuse_unknown(settings, SETTABLE)
+        if model is not None and not isinstance(model, Model):
+            raise ValueError(f"model={model!r:.60} must be a model that pdlab.load gave, or None")
         workloads = DESCRIPTIONS | {workload: describe(workload)}
         self._model, self._num_real = model, num_real
         self._num_cores = len(physical_cores())

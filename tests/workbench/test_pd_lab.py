@@ -603,6 +603,7 @@ def test_more_workers_than_cores_are_not_run() -> None:
     [
         ({"num_requests": 1}, "num_requests=1"),
         ({"num_real": 0}, "num_real=0"),
+        ({"model": "mixed"}, "model='mixed' must be a model that"),
         ({"workload": "poems"}, "workload='poems'"),
         ({"slo": SLO(-1, 1)}, "ttft_s=-1"),
         ({"chosen": "all"}, "chosen='all'"),
