@@ -273,7 +273,8 @@ def _plan(
     if num_splits is None:
         # Two programs a multiprocessor, but no part of K of fewer than four steps.
         wanted = ceil_div(2 * num_sms(x.device), max(1, tiles))
-        num_splits = max(1, min(wanted, MAX_SPLITS, size_in // (4 * block_k)))
+        most = max(1, min(MAX_SPLITS, size_in // (4 * block_k)))
+        num_splits = min(power_of_2(wanted), 1 << (most.bit_length() - 1))
     require(1 <= num_splits <= MAX_SPLITS, f"num_splits={num_splits}, must be 1 to {MAX_SPLITS}")
     out = torch.empty((num_rows, size_out), dtype=x.dtype, device=x.device)
     partial = None

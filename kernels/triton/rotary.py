@@ -168,7 +168,7 @@ def plan_rope_and_write_kv(
         **k_stored.kernel_args("k"), **v_stored.kernel_args("v"),
     )  # fmt: skip
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    block_h = min(MAX_BLOCK_H, power_of_2(k_stored.num_kv_heads))
+    block_h = min(MAX_BLOCK_H, power_of_2(num_heads))
     tiles = ceil_div(num_heads, block_h) + 2 * ceil_div(k_stored.num_kv_heads, block_h)
     args = {
         "out_ptr": out,

@@ -1,11 +1,13 @@
 """The script for a GPU, as far as it goes without one: its checks, at a tiny shape in fp16."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
-from pdlab_kernels.triton import gpu_check
-from pdlab_kernels.triton.gpu_check import TINY, Verdict, verdicts
+from pdlab_kernels.triton import gpu_cases, gpu_check
+from pdlab_kernels.triton.gpu_cases import Load, cases
+from pdlab_kernels.triton.gpu_correct import Verdict, verdicts
+from pdlab_kernels.triton.gpu_inputs import TINY, Draw
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +44,31 @@ def test_without_a_device_it_says_so() -> None:
         pytest.skip("there is one")
     with pytest.raises(gpu_check.NoDevice, match="no CUDA device"):
         gpu_check.check()
+
+
+SMALL = Load(
+    decode=((1, 33),), prefill=(([5], [5]), ([3], [9])), tokens=(2,), rows=(1,), sampled=(1,)
+)
+
+
+def test_every_case_can_be_made_run_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the clock."""
+    monkeypatch.setattr(gpu_cases, "CACHE_BYTES", 0)
+    monkeypatch.setattr(gpu_check, "time_plain", lambda runs, repeats: 2.0)
+    monkeypatch.setattr(gpu_check, "time_graph", lambda runs, repeats: 1.0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    draw = Draw("cpu", torch.float16)
+    timings = [
+        gpu_check.time_case(make(), bandwidth=1e9, peak=1e12) for make in cases(TINY, draw, SMALL)
+    ]
+    names = [timing.name for timing in timings]
+    assert len(set(names)) == len(names)
+    assert {kind for kind in KINDS if any(name.startswith(kind) for name in names)} == set(KINDS)
+    for timing in timings:
+        assert timing.floor_us == max(timing.bytes / 1e9, timing.flops / 1e12) * 1e6 > 0
+        assert timing.share_of_floor == timing.floor_us
+    results = {"device": "X", "bandwidth_gb_s": 1.0, "peak_tflop_s": 1.0, "correct": [],
+               "timings": [asdict(t) | {"share_of_floor": 0.5} for t in timings],
+               "failed": [], "not_reached": 0}  # fmt: skip
+    lines = gpu_check.report(results).splitlines()
+    assert [line.split()[0] for line in lines[2:]] == names
