@@ -7,6 +7,9 @@ import triton.language as tl
 
 from .kv_parts import load_halves
 
+OF_A_STEP = ["table_stride", "window", "sinks", "reach"]
+"""Numbers that change from step to step: not to be compiled anew for 1 or a multiple of 16."""
+
 
 @triton.jit
 def key_tiles(first_query, end, window, sinks, reach,
@@ -81,7 +84,7 @@ def attend(q_low, q_high, query_at, table_ptr, head, first, last, sink_tiles, ga
     return out_low, out_high, greatest, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_A_STEP)
 def decode_attention_kernel(
     out_ptr, partial_ptr, weight_ptr, q_ptr, q_stride, tables_ptr, table_stride, lens_ptr,
     k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros, scale, window, sinks, reach,
@@ -174,7 +177,7 @@ def find_sequence(starts_ptr, tile, num_sequences, BLOCK_Q: tl.constexpr):
     return low, tl.load(starts_ptr + low).to(tl.int32) // BLOCK_Q + low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", *OF_A_STEP])
 def prefill_attention_kernel(
     out_ptr, q_ptr, q_stride, starts_ptr, num_sequences, tables_ptr, table_stride, lens_ptr,
     k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros, scale, window, sinks, reach,

@@ -30,7 +30,7 @@ from .gpu_cases import Case, Load, cases
 from .gpu_correct import verdicts
 from .gpu_inputs import LLAMA_1B, LLAMA_8B, Draw
 
-ROUNDS = 20
+ROUNDS = 11
 
 
 class NoDevice(RuntimeError):
@@ -88,12 +88,12 @@ def time_case(case: Case, bandwidth: float, peak: float) -> Timing:
         run()
     torch.cuda.synchronize()
     floor = case.work.floor(bandwidth, peak) * 1e6
-    repeats = max(1, min(20, int(1000 / max(floor * len(case.runs), 10))))
+    repeats = max(1, int(min(64, 20_000 / floor)) // len(case.runs))
     return Timing(
         case.name, case.work.bytes, case.work.flops, floor,
         plain_us=time_plain(case.runs, repeats),
         graph_us=time_graph(case.runs, repeats),
-        peer_us=time_graph(case.peers, repeats) if case.peers else None,
+        peer_us=time_graph(case.peers, max(1, 64 // len(case.peers))) if case.peers else None,
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def store_sums(sums, out_ptr, partial_ptr, bias_ptr, m, n, split, M, N, SPLITS: 
         tl.store(at, sums, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def int8_linear_kernel(
     out_ptr, partial_ptr, x_ptr, x_stride, codes_ptr, scales_ptr, bias_ptr, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -83,7 +83,7 @@ def int8_linear_kernel(
     store_sums(sums, out_ptr, partial_ptr, bias_ptr, m, n, split, M, N, SPLITS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def int4_linear_kernel(
     out_ptr, partial_ptr, x_ptr, x_stride, codes_ptr, scales_ptr, minima_ptr, bias_ptr, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -125,7 +125,7 @@ def int4_linear_kernel(
     store_sums(sums, out_ptr, partial_ptr, bias_ptr, m, n, split, M, N, SPLITS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def add_splits_kernel(
     out_ptr, partial_ptr, bias_ptr, M, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -181,10 +181,12 @@ def compile_launch(name: str, launch: Launch, sm: int) -> Resources:
     """Compile what a launch would, specialized as Triton does it: aligned pointers and numbers."""
     require(not INTERPRETED, "TRITON_INTERPRET is set: the interpreter compiles nothing")
     names = launch.kernel.arg_names
+    general = {p.name for p in launch.kernel.params if p.do_not_specialize}
     constants, signature, aligned = dict(launch.constants), {}, {}
     for index, arg in enumerate(names):
         value = launch.args.get(arg)
-        if arg in constants or value is None or (isinstance(value, int) and value == 1):
+        number = isinstance(value, int) and arg not in general
+        if arg in constants or value is None or (number and value == 1):
             constants.setdefault(arg, value)
             signature[arg] = "constexpr"
             continue
@@ -192,7 +194,7 @@ def compile_launch(name: str, launch: Launch, sm: int) -> Resources:
             signature[arg] = "*" + TYPES[value.dtype]
         else:
             signature[arg] = "i32" if isinstance(value, int) else "fp32"
-        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+        if isinstance(value, Tensor) or (number and value % 16 == 0):
             aligned[(index,)] = [["tt.divisibility", 16]]
     started = time.perf_counter()
     compiled = triton.compile(
