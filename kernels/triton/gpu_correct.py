@@ -80,10 +80,14 @@ def verdicts(
     for m in rows:
         x, bias = draw.floats(m, s.inner), draw.floats(s.hidden)
         int8, int4 = draw.int8_weight(s.hidden, s.inner), draw.int4_weight(s.hidden, s.inner)
+        q8_0 = int8[0], draw.half(s.hidden, s.inner // 32, scale=0.02)
         for splits in (1, 3):
             got = linear.int8_linear(x, *int8, bias, num_splits=splits)
             error = relative_error(got, reference.int8_linear(x, *int8, bias))
             yield Verdict(f"int8-linear-m{m}-s{splits}", error, limit)
+            got = linear.int8_linear(x, *q8_0, bias, num_splits=splits)
+            error = relative_error(got, reference.int8_linear(x, *q8_0, bias))
+            yield Verdict(f"int8-linear-grouped-m{m}-s{splits}", error, limit)
             got = linear.int4_linear(x, *int4, bias, num_splits=splits)
             error = relative_error(got, reference.int4_linear(x, *int4, bias))
             yield Verdict(f"int4-linear-m{m}-s{splits}", error, limit)

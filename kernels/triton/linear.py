@@ -5,7 +5,7 @@ bytes: int8 halves it, int4 quarters it. The weights become the activations' dty
 the way to the tensor cores (W8A16, W4A16; Dettmers et al. 2022, LLM.int8, keeps outliers apart,
 which is not done here).
 
-    int8   w[n, k] = codes[n, k] * scales[n]
+    int8   w[n, k] = codes[n, k] * scales[n], or * scales[n, k // 32] (GGUF's Q8_0)
     int4   w[n, k] = codes[n, k] * scales[n, k // 32] + minima[n, k // 32]
 
 int4 is GGUF's Q4_1, its parts in tensors of their own (Q4_0 is it with minimum = -8 * scale): byte
@@ -59,9 +59,10 @@ def store_sums(sums, out_ptr, partial_ptr, bias_ptr, m, n, split, M, N, SPLITS: 
 def int8_linear_kernel(
     out_ptr, partial_ptr, x_ptr, x_stride, codes_ptr, scales_ptr, bias_ptr, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, PRECISION: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """Program (a, b, s): columns of tile a, rows of tile b, part s of K."""
+    GROUPS: tl.constexpr = BLOCK_K // (2 * HALF_GROUP)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(2)
@@ -78,8 +79,18 @@ def int8_linear_kernel(
             codes_ptr + n.to(tl.int64)[:, None] * K + k[None, :],
             mask=(n < N)[:, None] & (k < K)[None, :], other=0,
         )  # fmt: skip
-        sums = tl.dot(x, tl.trans(codes.to(x.dtype)), sums, input_precision=PRECISION)
-    sums *= tl.load(scales_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        if GROUPED:
+            group = step * GROUPS + tl.arange(0, GROUPS)
+            at = n.to(tl.int64)[:, None] * (K // (2 * HALF_GROUP)) + group[None, :]
+            there = (n < N)[:, None] & (group < K // (2 * HALF_GROUP))[None, :]
+            scales = tl.load(scales_ptr + at, mask=there, other=0.0).to(tl.float32)[:, :, None]
+            values = tl.reshape(codes, (BLOCK_N, GROUPS, 2 * HALF_GROUP)).to(tl.float32) * scales
+            weight = tl.reshape(values, (BLOCK_N, BLOCK_K)).to(x.dtype)
+        else:
+            weight = codes.to(x.dtype)
+        sums = tl.dot(x, tl.trans(weight), sums, input_precision=PRECISION)
+    if not GROUPED:
+        sums *= tl.load(scales_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     store_sums(sums, out_ptr, partial_ptr, bias_ptr, m, n, split, M, N, SPLITS)
 
 
@@ -148,12 +159,12 @@ def int8_linear(
     *,
     num_splits: int | None = None,
 ) -> Tensor:
-    """x W^T + b with int8 weights, one scale an output row.
+    """x W^T + b with int8 weights, one scale an output row, or one for 32 of its weights.
 
     Args:
         x: [num_rows, size_in], fp32, fp16 or bf16; rows may be strided.
         codes: int8 [size_out, size_in].
-        scales: fp32 or fp16 [size_out].
+        scales: fp32 or fp16 [size_out]; or [size_out, size_in / 32], if 32 divides size_in.
         bias: [size_out], dtype of x.
         num_splits: parts of K that are summed apart; None chooses.
 
@@ -212,9 +223,14 @@ def plan_int8_linear(
     size_out, size_in = codes.shape
     _check(x, size_out, size_in, bias, codes=codes, scales=scales)
     require(codes.dtype == torch.int8, f"codes have dtype {codes.dtype}, must be int8")
-    check_shape("scales", scales, size_out)
+    grouped = scales.dim() == 2
+    require(
+        not grouped or size_in % GROUP == 0, f"size_in={size_in}, must be a multiple of {GROUP}"
+    )
+    check_shape("scales", scales, size_out, *([size_in // GROUP] if grouped else []))
     weights = {"codes_ptr": codes, "scales_ptr": scales}
-    return _plan(int8_linear_kernel, x, size_out, weights, bias, num_splits)
+    constants = {"GROUPED": grouped}
+    return _plan(int8_linear_kernel, x, size_out, weights, bias, num_splits, constants)
 
 
 def plan_int4_linear(
@@ -236,7 +252,7 @@ def plan_int4_linear(
     check_shape("minima", minima, size_out, size_in // GROUP)
     require(scales.dtype == minima.dtype, "scales and minima have different dtypes")
     weights = {"codes_ptr": codes, "scales_ptr": scales, "minima_ptr": minima}
-    return _plan(int4_linear_kernel, x, size_out, weights, bias, num_splits)
+    return _plan(int4_linear_kernel, x, size_out, weights, bias, num_splits, {})
 
 
 def _check(x: Tensor, size_out: int, size_in: int, bias: Tensor | None, **weights: Tensor) -> None:
@@ -264,6 +280,7 @@ def _plan(
     weights: dict[str, Tensor],
     bias: Tensor | None,
     num_splits: int | None,
+    more: dict[str, Any],
 ) -> tuple[Tensor, list[Launch]]:
     num_rows, size_in = x.shape
     fp32 = x.dtype == torch.float32
@@ -298,6 +315,7 @@ def _plan(
         "BLOCK_K": block_k,
         "SPLITS": num_splits,
         "PRECISION": "ieee" if fp32 else "tf32",
+        **more,
     }
     grid = (ceil_div(size_out, block_n), ceil_div(num_rows, block_m), num_splits)
     stages = 1 if fp32 else 3

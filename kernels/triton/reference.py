@@ -181,9 +181,10 @@ def int8_linear(
     *,
     num_splits: int | None = None,
 ) -> Tensor:
-    """x W^T + b with int8 weights, one scale an output row."""
+    """x W^T + b with int8 weights, one scale an output row, or one for 32 of its weights."""
     del num_splits
-    return _linear(x, codes.float() * scales.float()[:, None], bias)
+    scales = scales.float()[:, None] if scales.dim() == 1 else scales.repeat_interleave(32, 1)
+    return _linear(x, codes.float() * scales.float(), bias)
 
 
 def int4_linear(

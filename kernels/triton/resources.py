@@ -134,6 +134,11 @@ def int8_variant(rows: int) -> list[Launch]:
     return linear.plan_int8_linear(meta(rows, 4096), codes, scales)[1]
 
 
+def q8_0_variant(rows: int) -> list[Launch]:
+    codes, scales = meta(4096, 4096, dtype=torch.int8), meta(4096, 128, dtype=torch.float16)
+    return linear.plan_int8_linear(meta(rows, 4096), codes, scales)[1]
+
+
 def int4_variant(rows: int) -> list[Launch]:
     codes = meta(4096, 2048, dtype=torch.uint8)
     scales = [meta(4096, 128, dtype=torch.float16) for _ in range(2)]
@@ -168,6 +173,7 @@ def variants() -> dict[str, Callable[[], list[Launch]]]:
     found["silu-mul"] = silu_variant
     for rows in (8, 64):
         found[f"int8-linear-m{rows}"] = lambda m=rows: int8_variant(m)  # type: ignore[misc]
+        found[f"q8_0-linear-m{rows}"] = lambda m=rows: q8_0_variant(m)  # type: ignore[misc]
         found[f"int4-linear-m{rows}"] = lambda m=rows: int4_variant(m)  # type: ignore[misc]
     found["sample-uniforms"] = lambda: sample_variant("uniforms")
     found["sample-seeds"] = lambda: sample_variant("seeds")

@@ -134,6 +134,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ("int8", {"codes": meta(9, 64, dtype=torch.uint8)}, "must be int8"),
     ("int8", {"codes": meta(64, 9, dtype=torch.int8).T}, "codes is not contiguous"),
     ("int8", {"scales": meta(9)}, "scales have dtype torch.bfloat16"),
+    ("int8", {"scales": meta(9, 3, dtype=HALF)}, "scales has shape"),
     ("int8", {"bias": meta(8)}, "bias has shape"),
     ("int8", {"num_splits": 17}, "num_splits=17"),
     ("int4", {"x": meta(2, 48), "codes": meta(9, 24, dtype=torch.uint8)}, "size_in=48"),

@@ -69,6 +69,16 @@ def test_int8_linear(rows, size_out, size_in, splits, dtype) -> None:
     assert_close(got, reference.int8_linear(*args))
 
 
+@pytest.mark.parametrize(("rows", "size_out", "size_in", "splits"), SHAPES)
+def test_int8_linear_in_groups(rows, size_out, size_in, splits) -> None:
+    x, bias = torch.randn(rows, size_in), torch.randn(size_out)
+    codes = torch.randint(-128, 128, (size_out, size_in), dtype=torch.int8)
+    scales = (torch.rand(size_out, size_in // 32) / 100).half()
+    args = (x, codes, scales, bias if splits < 3 else None)
+    got = linear.int8_linear(*args, num_splits=splits)
+    assert_close(got, reference.int8_linear(*args))
+
+
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize(("rows", "size_out", "size_in", "splits"), SHAPES)
 def test_int4_linear(rows, size_out, size_in, splits, dtype) -> None:
@@ -95,6 +105,20 @@ def test_int4_is_the_q4_1_of_gguf() -> None:
     codes = blocks[..., 4:].reshape(6, 32)
     got = linear.int4_linear(torch.eye(64), codes, scales.contiguous(), minima.contiguous())
     expected = dequantize(packed, GGMLQuantizationType.Q4_1)
+    np.testing.assert_allclose(got.T.numpy(), expected, atol=1e-6)
+
+
+def test_int8_in_groups_is_the_q8_0_of_gguf() -> None:
+    import numpy as np
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize, quantize
+
+    packed = quantize(torch.randn(6, 64).numpy(), GGMLQuantizationType.Q8_0)
+    blocks = torch.from_numpy(packed).view(6, 2, 34)
+    scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0].contiguous()
+    codes = blocks[..., 2:].reshape(6, 64).view(torch.int8)
+    got = linear.int8_linear(torch.eye(64), codes, scales)
+    expected = dequantize(packed, GGMLQuantizationType.Q8_0)
     np.testing.assert_allclose(got.T.numpy(), expected, atol=1e-6)
 
 
