@@ -21,13 +21,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .gpu_cases import Case, Load, cases
-from .gpu_correct import verdicts
+from .gpu_correct import PARTS, Trial
 from .gpu_inputs import LLAMA_1B, LLAMA_8B, Draw
 
 ROUNDS = 11
@@ -126,22 +127,23 @@ def check(seconds: float = 420.0) -> dict[str, Any]:
         raise NoDevice("no CUDA device: nothing was measured")
     started = time.perf_counter()
     torch.manual_seed(0)
-    judged = [
-        verdict
-        for shape in (LLAMA_1B, LLAMA_8B)
-        for verdict in verdicts("cuda", torch.bfloat16, shape)
-    ]
-    bandwidth, peak = measure_bandwidth(), measure_peak()
-    timings, not_reached, failed = [], 0, [v.name for v in judged if not v.holds]
     draw = Draw("cuda", torch.bfloat16)
-    for make in (make for shape in (LLAMA_8B, LLAMA_1B) for make in cases(shape, draw, Load())):
+    judged, timings, failed, not_reached = [], [], [], 0
+    for shape, part in product((LLAMA_1B, LLAMA_8B), PARTS):
+        try:
+            judged += list(part(Trial(draw, shape)))
+        except Exception as error:  # one broken kernel does not hide the others
+            failed.append(f"{part.__name__} {shape.name}: {error}"[:500])
+    failed += [verdict.name for verdict in judged if not verdict.holds]
+    bandwidth, peak = measure_bandwidth(), measure_peak()
+    for make in chain(cases(LLAMA_8B, draw, Load()), cases(LLAMA_1B, draw, Load())):
         if time.perf_counter() - started > seconds:
             not_reached += 1
             continue
         try:
             timings.append(time_case(make(), bandwidth, peak))
-        except (RuntimeError, ValueError) as error:  # one broken kernel does not hide the others
-            failed.append(f"{len(timings)}: {error}"[:300])
+        except Exception as error:
+            failed.append(f"after {timings[-1].name if timings else 'nothing'}: {error}"[:500])
     return {
         "device": torch.cuda.get_device_name(),
         "capability": torch.cuda.get_device_capability(),

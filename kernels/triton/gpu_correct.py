@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -36,36 +37,51 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-def verdicts(
-    device: str,
-    dtype: torch.dtype,
-    s: Shape,
-    lens: tuple[int, ...] = (1, 16, 17, 130, 75),
-    chunks: tuple[int, ...] = (1, 3, 17, 70, 0),
-    rows: tuple[int, ...] = (1, 5, 40),
-) -> Iterator[Verdict]:
-    """Every kernel against its reference, at lengths that do not fit any tile.
+@dataclass(frozen=True)
+class Trial:
+    """On what the kernels are tried."""
 
-    Args:
-        lens, chunks: of the sequences' contexts, and how many of them are queries of a prefill.
-        rows: of the matrix products; the last also of sampling.
-    """
-    draw, limit = Draw(device, dtype), LARGEST_ERROR[dtype]
-    starts = draw.numbers([0, *chunks]).cumsum(0, dtype=torch.int32)
+    draw: Draw
+    shape: Shape
+    lens: tuple[int, ...] = (1, 16, 17, 130, 75)
+    """Of the sequences' contexts; none fits a tile."""
+    chunks: tuple[int, ...] = (1, 3, 17, 70, 0)
+    """How many of them are queries of a prefill."""
+    rows: tuple[int, ...] = (1, 5, 40)
+    """Of the matrix products; the last also of sampling."""
+
+    @property
+    def limit(self) -> float:
+        return LARGEST_ERROR[self.draw.dtype]
+
+
+def attention_verdicts(t: Trial) -> Iterator[Verdict]:
+    """Decode and prefill in every format, with a window and without."""
+    draw, s = t.draw, t.shape
+    starts = draw.numbers([0, *t.chunks]).cumsum(0, dtype=torch.int32)
     windows: tuple[dict[str, int], ...] = ({}, {"window": 24, "sinks": 4})
+    for kv_format, window in product(KV_FORMATS, windows):
+        kv = draw.paged(kv_format, list(t.lens), s)
+        name = f"{kv_format}-d{s.head_dim}" + ("-window" if window else "")
+        args = {"q": draw.floats(len(t.lens), s.heads, s.head_dim), **kv, **window}
+        got = attention.decode_attention(**args, num_splits=4)
+        error = relative_error(got, reference.decode_attention(**args))
+        yield Verdict(f"decode-{name}", error, t.limit)
+        args["q"] = draw.floats(sum(t.chunks), s.heads, s.head_dim)
+        got = attention.prefill_attention(**args, query_starts=starts)
+        expected = reference.prefill_attention(**args, query_starts=starts)
+        yield Verdict(f"prefill-{name}", relative_error(got, expected), t.limit)
+
+
+def rope_verdicts(t: Trial) -> Iterator[Verdict]:
+    """The rotated q and the stored values, in every format."""
     for kv_format in KV_FORMATS:
-        for window in windows:
-            kv = draw.paged(kv_format, list(lens), s)
-            name = f"{kv_format}-d{s.head_dim}" + ("-window" if window else "")
-            args = {"q": draw.floats(len(lens), s.heads, s.head_dim), **kv, **window}
-            got = attention.decode_attention(**args, num_splits=4)
-            error = relative_error(got, reference.decode_attention(**args))
-            yield Verdict(f"decode-{name}", error, limit)
-            args["q"] = draw.floats(sum(chunks), s.heads, s.head_dim)
-            got = attention.prefill_attention(**args, query_starts=starts)
-            expected = reference.prefill_attention(**args, query_starts=starts)
-            yield Verdict(f"prefill-{name}", relative_error(got, expected), limit)
-        yield _rope_verdict(draw, kv_format, s, sum(chunks))
+        yield _rope_verdict(t.draw, kv_format, t.shape, sum(t.chunks))
+
+
+def elementwise_verdicts(t: Trial) -> Iterator[Verdict]:
+    """Norm, the sum beside it, and the gated product."""
+    draw, s = t.draw, t.shape
     x, residual, weight = draw.floats(5, s.hidden), draw.floats(5, s.hidden), draw.floats(s.hidden)
     for part, got, expected in zip(
         ("norm", "sum"),
@@ -73,29 +89,41 @@ def verdicts(
         reference.add_rms_norm(x, residual, weight, 1e-5),
         strict=True,
     ):
-        yield Verdict(f"add-rms-norm-{part}", relative_error(got, expected), limit)
+        yield Verdict(f"add-rms-norm-{part}", relative_error(got, expected), t.limit)
     gate_up = draw.floats(5, 2 * s.inner)
     error = relative_error(elementwise.silu_mul(gate_up), reference.silu_mul(gate_up))
-    yield Verdict("silu-mul", error, limit)
-    for m in rows:
+    yield Verdict("silu-mul", error, t.limit)
+
+
+def linear_verdicts(t: Trial) -> Iterator[Verdict]:
+    """Products with each kind of weight, K in one piece and in several."""
+    draw, s = t.draw, t.shape
+    for m, splits in product(t.rows, (1, 3)):
         x, bias = draw.floats(m, s.inner), draw.floats(s.hidden)
+        name, kwargs = f"m{m}-s{splits}", {"num_splits": splits}
         int8, int4 = draw.int8_weight(s.hidden, s.inner), draw.int4_weight(s.hidden, s.inner)
         q8_0 = int8[0], draw.half(s.hidden, s.inner // 32, scale=0.02)
-        for splits in (1, 3):
-            got = linear.int8_linear(x, *int8, bias, num_splits=splits)
-            error = relative_error(got, reference.int8_linear(x, *int8, bias))
-            yield Verdict(f"int8-linear-m{m}-s{splits}", error, limit)
-            got = linear.int8_linear(x, *q8_0, bias, num_splits=splits)
-            error = relative_error(got, reference.int8_linear(x, *q8_0, bias))
-            yield Verdict(f"int8-linear-grouped-m{m}-s{splits}", error, limit)
-            got = linear.int4_linear(x, *int4, bias, num_splits=splits)
-            error = relative_error(got, reference.int4_linear(x, *int4, bias))
-            yield Verdict(f"int4-linear-m{m}-s{splits}", error, limit)
+        for kind, weight in (("int8-linear", int8), ("int8-linear-grouped", q8_0)):
+            got = linear.int8_linear(x, *weight, bias, **kwargs)
+            error = relative_error(got, reference.int8_linear(x, *weight, bias))
+            yield Verdict(f"{kind}-{name}", error, t.limit)
+        got = linear.int4_linear(x, *int4, bias, **kwargs)
+        error = relative_error(got, reference.int4_linear(x, *int4, bias))
+        yield Verdict(f"int4-linear-{name}", error, t.limit)
+
+
+def sample_verdicts(t: Trial) -> Iterator[Verdict]:
+    """Tokens by both kinds of chance. Logarithms and exponentials are not the same everywhere, so
+    near ties may fall the other way."""
     for chance in ("uniforms", "seeds"):
-        args = draw.sampling(rows[-1], s.vocab, chance)
+        args = t.draw.sampling(t.rows[-1], t.shape.vocab, chance)
         wrong = sampling.sample(**args) != reference.sample(**args)
-        # Noise is computed by another logarithm: near ties may fall the other way.
         yield Verdict(f"sample-{chance}", float(wrong.float().mean()), 0.05)
+
+
+PARTS: tuple[Callable[[Trial], Iterator[Verdict]], ...] = (
+    attention_verdicts, rope_verdicts, elementwise_verdicts, linear_verdicts, sample_verdicts,
+)  # fmt: skip
 
 
 def _rope_verdict(draw: Draw, kv_format: str, s: Shape, tokens: int) -> Verdict:

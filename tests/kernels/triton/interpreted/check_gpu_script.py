@@ -6,14 +6,16 @@ import pytest
 import torch
 from pdlab_kernels.triton import gpu_cases, gpu_check
 from pdlab_kernels.triton.gpu_cases import Load, cases
-from pdlab_kernels.triton.gpu_correct import Verdict, verdicts
+from pdlab_kernels.triton.gpu_correct import PARTS, Trial, Verdict
 from pdlab_kernels.triton.gpu_inputs import TINY, Draw
 
 
 @pytest.fixture(scope="module")
 def found() -> list[Verdict]:
     torch.manual_seed(0)
-    return list(verdicts("cpu", torch.float16, TINY, lens=(40, 5), chunks=(3, 1), rows=(3,)))
+    draw = Draw("cpu", torch.float16)
+    trial = Trial(draw, TINY, lens=(40, 5), chunks=(3, 1), rows=(3,))
+    return [verdict for part in PARTS for verdict in part(trial)]
 
 
 KINDS = ("decode", "prefill", "rope", "add-rms-norm", "silu-mul", "int8-linear", "int4-linear",
