@@ -4,17 +4,17 @@ A *step* is one call of a compiled function by all members of a team. It consist
 after the other; a phase is a number of *chunks* that may run in any order, by anyone. A phase
 begins when every chunk of those before it is finished.
 
-Two counters hold the whole state of a step:
+One word of 64 bits holds the state of a step:
 
-    taken     step number (high 32 bits) | chunks taken since the step began (low 32 bits)
-    finished  chunks finished since the step began
+    number of the step (23 bits) | chunks finished since it began (20) | chunks taken (20)
 
-**Invariant: only chunks that someone has taken are waited for.** A chunk is taken by raising
-`taken` from a value that names this step, in one atomic operation. So
+**Invariant: only chunks that someone has taken are waited for.** A chunk is taken by raising the
+word from a value that names this step, in one atomic operation (which also reports the chunk that
+was finished before). So
 
 - a member that has not arrived yet, or that sleeps between two chunks, delays nobody: the others
   take all chunks, and whoever comes late finds them taken and runs through what is left of the step
-  without touching anything but these two counters;
+  without touching anything but this word;
 - the step is over when the caller has seen all its chunks finished. Nobody then holds a chunk of
   it, so its arrays may be reused at once, while late members still run through the step. They
   cannot take a chunk of the next one, because its number differs.
@@ -39,12 +39,12 @@ from numba.extending import intrinsic
 from .compiled import inlined, kernel
 from .target import TARGET
 
-TAKEN, FINISHED, COUNTERS = 0, 16, 32
-"""Where the counters lie in an array of int64, each on its own pair of cache lines."""
 NONE = -1
 """What `next_chunk` returns when its phase is over."""
+MOST_CHUNKS = (1 << 20) - 1
+"""Of one step."""
 
-_STEP_BITS, _COUNT_MASK = 32, 0xFFFFFFFF
+_ONE_FINISHED, _STEP, _LAST_STEP = 20, 40, (1 << 23) - 1
 _SPINS, _YIELDS = 400, 2000
 
 CAN_SHARE = os.name == "posix"
@@ -54,67 +54,54 @@ _I64 = ir.IntType(64)
 
 
 def new_counters() -> np.ndarray:
-    """The counters of a team, before its first step."""
-    return np.zeros(COUNTERS, np.int64)
+    """The state of a team, before its first step: the word, alone on its cache lines."""
+    return np.zeros(48, np.int64)[16:32]
 
 
 # --- atomic operations ---------------------------------------------------------------------------
 
 
-def _address(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    data = context.make_array(signature.args[0])(context, builder, args[0]).data
-    return builder.gep(data, [args[1]])
+def _word(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """The address of the word, the first element of the array that is the first argument."""
+    return context.make_array(signature.args[0])(context, builder, args[0]).data
 
 
 @intrinsic
-def _read(typing: Any, array: Any, index: Any) -> Any:
+def _read(typing: Any, array: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(_address(context, builder, signature, args), "acquire", 8)
+        return builder.load_atomic(_word(context, builder, signature, args), "acquire", 8)
 
-    return types.int64(array, types.int64), codegen
+    return types.int64(array), codegen
 
 
 @intrinsic
-def _write(typing: Any, array: Any, index: Any, value: Any) -> Any:
+def _write(typing: Any, array: Any, value: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = _address(context, builder, signature, args)
-        builder.store_atomic(args[2], at, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(array, types.int64, types.int64), codegen
-
-
-@intrinsic
-def _add_one(typing: Any, array: Any, index: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = _address(context, builder, signature, args)
-        builder.atomic_rmw("add", at, _I64(1), "acq_rel")
+        builder.store_atomic(args[1], _word(context, builder, signature, args), "release", 8)
         return context.get_dummy_value()
 
     return types.void(array, types.int64), codegen
 
 
 @intrinsic
-def _exchange(typing: Any, array: Any, index: Any, value: Any) -> Any:
-    """Write a value; returns the one before."""
-
+def _add(typing: Any, array: Any, value: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = _address(context, builder, signature, args)
-        return builder.atomic_rmw("xchg", at, args[2], "acq_rel")
+        builder.atomic_rmw("add", _word(context, builder, signature, args), args[1], "acq_rel")
+        return context.get_dummy_value()
 
-    return types.int64(array, types.int64, types.int64), codegen
+    return types.void(array, types.int64), codegen
 
 
 @intrinsic
-def _replace(typing: Any, array: Any, index: Any, before: Any, after: Any) -> Any:
+def _replace(typing: Any, array: Any, before: Any, after: Any) -> Any:
     """Write `after` if the value is `before`; returns whether it was."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at = _address(context, builder, signature, args)
-        pair = builder.cmpxchg(at, args[2], args[3], "acq_rel", "acquire")
+        at = _word(context, builder, signature, args)
+        pair = builder.cmpxchg(at, args[1], args[2], "acq_rel", "acquire")
         return builder.extract_value(pair, 1)
 
-    return types.boolean(array, types.int64, types.int64, types.int64), codegen
+    return types.boolean(array, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -150,6 +137,11 @@ def _wait(waited):
     return waited + 1
 
 
+@inlined
+def _finished(word):
+    return word >> _ONE_FINISHED & MOST_CHUNKS
+
+
 @kernel
 def begin_step(counters):
     """Begin a step and return its number, after the one before has come to rest.
@@ -157,14 +149,17 @@ def begin_step(counters):
     Of a step that was left before its end, no more chunks are given out and those taken are waited
     for. To abandon a step is therefore to begin another.
     """
-    step = (_read(counters, TAKEN) >> _STEP_BITS) + 1
-    if step >= 1 << 31:
-        step = 1
-    before = _exchange(counters, TAKEN, step << _STEP_BITS)
+    counts = (1 << _STEP) - 1
+    while True:
+        now = _read(counters)
+        step = (now >> _STEP) % _LAST_STEP + 1
+        if _replace(counters, now, step << _STEP | now & counts):
+            break
     waited = 0
-    while _read(counters, FINISHED) < before & _COUNT_MASK:
+    while _finished(now) < now & MOST_CHUNKS:
         waited = _wait(waited)
-    _write(counters, FINISHED, 0)
+        now = _read(counters)
+    _write(counters, step << _STEP)
     return step
 
 
@@ -176,19 +171,19 @@ def next_chunk(counters, step, base, count, finished):
     `finished` says whether the caller has finished a chunk that it took before. Returns the chunk's
     number in the phase, or `NONE` when all chunks of the phase are finished, or the step is over.
     """
-    if finished:
-        _add_one(counters, FINISHED)
     end = base + count
+    report = 1 << _ONE_FINISHED if finished else 0
     waited = 0
     while True:
-        now = _read(counters, TAKEN)
-        if now >> _STEP_BITS != step:
-            return NONE
-        taken = now & _COUNT_MASK
-        if taken < end:
-            if _replace(counters, TAKEN, now, now + 1):
+        now = _read(counters)
+        taken = now & MOST_CHUNKS
+        if now >> _STEP == step and taken < end:
+            if _replace(counters, now, now + report + 1):
                 return taken - base
-        elif _read(counters, FINISHED) >= end:
+        elif report:
+            _add(counters, report)
+            report = 0
+        elif now >> _STEP != step or _finished(now) >= end:
             return NONE
         else:
             waited = _wait(waited)

@@ -2,27 +2,37 @@
 
 from .activations import quantize_groups, quantize_row
 from .chunks import NONE, next_chunk
-from .compiled import kernel
+from .compiled import inlined, kernel
 from .products import fp32_rows, int4_rows, int8_rows
 from .weights import GROUP, PANEL
+
+
+@inlined
+def _rows_per_chunk(rows):
+    """How many rows are rounded in one chunk."""
+    return max(8, rows >> 10)
 
 
 @kernel
 def int4_step(counters, step, x, rows, data, out, width, codes, scales, sums, y, per_chunk):
     """y [rows, out] of x [rows, width]; a chunk is `per_chunk` panels."""
     groups = width // GROUP
+    each = _rows_per_chunk(rows)
+    phase = -(-rows // each)
     finished = False
     while True:
-        row = next_chunk(counters, step, 0, rows, finished)
-        if row == NONE:
+        chunk = next_chunk(counters, step, 0, phase, finished)
+        if chunk == NONE:
             break
-        quantize_groups(x, row * width, codes, scales, sums, row * groups, groups)
+        first = chunk * each * groups
+        count = min(each * groups, rows * groups - first)
+        quantize_groups(x, GROUP * first, codes, scales, sums, first, count)
         finished = True
     panels = -(-out // PANEL)
     chunks = -(-panels // per_chunk)
     finished = False
     while True:
-        chunk = next_chunk(counters, step, rows, chunks, finished)
+        chunk = next_chunk(counters, step, phase, chunks, finished)
         if chunk == NONE:
             break
         first = chunk * per_chunk
@@ -36,18 +46,21 @@ def int8_step(
     counters, step, x, rows, data, row_scales, grouped, out, width, codes, scales, y, per_chunk
 ):
     """The same for `q8_0` (`grouped`) and `int8`."""
+    each = _rows_per_chunk(rows)
+    phase = -(-rows // each)
     finished = False
     while True:
-        row = next_chunk(counters, step, 0, rows, finished)
-        if row == NONE:
+        chunk = next_chunk(counters, step, 0, phase, finished)
+        if chunk == NONE:
             break
-        quantize_row(x, row * width, codes, scales, row, width)
+        for row in range(chunk * each, min(chunk * each + each, rows)):
+            quantize_row(x, row * width, codes, scales, row, width)
         finished = True
     panels = -(-out // PANEL)
     chunks = -(-panels // per_chunk)
     finished = False
     while True:
-        chunk = next_chunk(counters, step, rows, chunks, finished)
+        chunk = next_chunk(counters, step, phase, chunks, finished)
         if chunk == NONE:
             break
         first = chunk * per_chunk

@@ -48,6 +48,13 @@ _SPAN = 8  # groups whose products with int16 fit an int32: 256 * 127 * 32767 < 
 
 
 @inlined
+def _approach(data, at, item_bytes):
+    """Ask for the first bytes of a range, before those that its loop asks for."""
+    for line in range(0, _AHEAD // item_bytes, 64 // item_bytes):
+        prefetch(data, at + line)
+
+
+@inlined
 def _put(y, at, low, high, outputs, accumulate):
     """Write sixteen outputs, or the first `outputs` of them; add them if `accumulate`."""
     if outputs >= PANEL:
@@ -178,6 +185,7 @@ def int4_rows(
     [rows, width / 32]. Result r, i goes to y[y_at + r * y_row + i].
     """
     groups = width // GROUP
+    _approach(data, at + panel * groups * INT4_BYTES, 1)
     for block in range(row, row + rows, _BLOCK):
         for p in range(panel, panel + panels):
             first = at + p * groups * INT4_BYTES
@@ -322,6 +330,7 @@ def int8_rows(
     Codes int16 [rows, width], scales float32 [rows].
     """
     panel_bytes = width // GROUP * (Q8_0_BYTES if grouped else INT8_BYTES)
+    _approach(data, at + panel * panel_bytes, 1)
     for block in range(row, row + rows, _BLOCK):
         for p in range(panel, panel + panels):
             first = at + p * panel_bytes
@@ -374,8 +383,8 @@ def _fp32_two_times_four(weight, at, width, x, x_at, y, y_at, y_row, accumulate)
     a0, b0, c0, d0 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
     a1, b1, c1, d1 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
     for k in range(0, width, 8):
-        prefetch(weight, at + k + _AHEAD // 4)
-        prefetch(weight, at + k + _AHEAD // 4 + width)
+        prefetch(weight, at + k + 2 * width)  # of the next two outputs
+        prefetch(weight, at + k + 3 * width)
         w0, w1 = load_floats(weight, at + k), load_floats(weight, at + width + k)
         a0, a1 = _fma_both(a0, a1, w0, w1, x, x_at + k)
         b0, b1 = _fma_both(b0, b1, w0, w1, x, x_at + width + k)
@@ -398,6 +407,7 @@ def fp32_rows(weight, at, width, x, x_at, row, rows, y, y_at, y_row, output, out
     `weight[at]` begins the weight [out, width], `x[x_at]` the activations [rows, width]; result
     r, i goes to y[y_at + r * y_row + i].
     """
+    _approach(weight, at + output * width, 4)
     for block in range(row, row + rows, _BLOCK):
         end = min(block + _BLOCK, row + rows)
         fours = block + (end - block) // 4 * 4

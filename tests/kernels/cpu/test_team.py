@@ -16,7 +16,7 @@ from pdlab_kernels.cpu.target import TARGET
 if TARGET == "torch" or os.name != "posix":
     pytest.skip("no teams here", allow_module_level=True)
 
-from pdlab_kernels.cpu.chunks import NONE, begin_step, new_counters, next_chunk
+from pdlab_kernels.cpu.chunks import MOST_CHUNKS, NONE, begin_step, new_counters, next_chunk
 from pdlab_kernels.cpu.compiled import kernel
 from pdlab_kernels.cpu.team import Team
 
@@ -136,7 +136,7 @@ def test_helpers_take_chunks() -> None:
             thread.join()
 
         team.run(nothing)
-        assert counters[0] & 0xFFFFFFFF == PHASES * CHUNKS
+        assert counters[0] & MOST_CHUNKS == PHASES * CHUNKS
     np.testing.assert_array_equal(table, wanted)
 
 
@@ -166,7 +166,7 @@ def test_the_next_step_waits_for_a_chunk_that_is_held() -> None:
 
     thread = threading.Thread(target=begin, daemon=True)
     thread.start()
-    while counters[0] >> 32 == step:  # until it has closed the step
+    while counters[0] >> 40 == step:  # until it has closed the step
         pass
     assert not began.wait(0.05)
     assert next_chunk(counters, step, 0, 4, True) == NONE
