@@ -115,8 +115,8 @@ class ServingRun:
 
     @property
     def duration_s(self) -> float:
-        """From the first arrival to the end of the last step."""
-        return max(0.0, self.steps[-1].end_s - self.start_s) if self.steps else 0.0
+        """From the first arrival to the end of the last step, which need not begin last."""
+        return max(0.0, max((s.end_s for s in self.steps), default=0.0) - self.start_s)
 
     @classmethod
     def of_trace(cls, trace: Trace) -> ServingRun:

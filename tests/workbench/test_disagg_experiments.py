@@ -158,10 +158,29 @@ def test_the_break_even_plot_marks_where_each_size_begins_to_pay() -> None:
 def test_the_recorded_agreement_has_both_workloads() -> None:
     found = lab.recorded_agreement()
     assert set(found) == {"mixed", "short chat"}
-    assert all(0.5 < ratio < 2 for ratios in found.values() for ratio in ratios)
+    assert all(0.5 < r < 2 for *ratios, turns in found.values() for r in ratios if turns)
 
 
 def test_the_document_is_what_was_computed_in_its_steps(twin: lab.Twin) -> None:
     run = twin.run(lab.scene(0.11))
     assert lab.prefill_s(run) == pytest.approx(lab.recorded_prefill_s(lab.DOCUMENT_TOKENS))
     assert all(0 < share <= 1 for share in lab.busy(run))
+
+
+def test_the_planned_division_is_the_simulated_best(twin: lab.Twin) -> None:
+    requests = lab.mixed_requests(400)
+    found = lab.planned(twin, requests, 8)
+    capacity = lab.simulated_capacity(twin, requests, found.options)
+    assert found.options[capacity.index(max(capacity))] == found.best
+
+
+def test_a_small_memory_makes_the_fast_machine_cheaper() -> None:
+    one = lab.decode_elsewhere("h100-sxm", "l4", [147_456]).least_price
+    assert lab.price_when_full("h100-sxm", "l4") > 2 * one
+    assert lab.price_when_full("h100-sxm", "h100-sxm") == 1
+
+
+def test_whole_engines_need_no_controller(twin: lab.Twin) -> None:
+    tide, slo = lab.tide(twin), lab.tide_slo(twin)
+    assert lab.whole_engines(twin, tide, 4, 128).in_time(slo) > 0.95
+    assert lab.follow(twin, tide, 2, 2).in_time(slo) < 0.9

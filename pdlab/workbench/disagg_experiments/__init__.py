@@ -19,6 +19,7 @@ from pdlab.workbench.disagg_experiments.elsewhere import (
     mean_lengths,
     mixed_requests,
     nearest,
+    price_when_full,
     recorded_prefill_s,
     recorded_wait_s,
 )
@@ -36,9 +37,9 @@ from pdlab.workbench.disagg_experiments.planning import (
     simulated_capacity,
     tide,
     tide_slo,
+    whole_engines,
 )
 from pdlab.workbench.disagg_experiments.processes import APART, CHUNKS, ONE, TWO, Plans
-from pdlab.workbench.scheduling_experiments import RECORDED
 
 __all__ = [
     "APART",
@@ -47,7 +48,6 @@ __all__ = [
     "DOCUMENT_TOKENS",
     "LABELS",
     "ONE",
-    "RECORDED",
     "TWO",
     "Outcome",
     "Plans",
@@ -73,6 +73,7 @@ __all__ = [
     "nearest",
     "planned",
     "prefill_s",
+    "price_when_full",
     "recorded_agreement",
     "recorded_bench",
     "recorded_prefill_s",
@@ -84,4 +85,5 @@ __all__ = [
     "tide_slo",
     "undisturbed",
     "waited_s",
+    "whole_engines",
 ]

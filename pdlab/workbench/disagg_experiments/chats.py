@@ -110,8 +110,8 @@ def recorded_bench(
     return plans, overlaps, f"{line}; {raw['repeats']} turns each"
 
 
-def recorded_agreement(path: Path | None = None) -> dict[str, tuple[float, float]]:
-    """By workload: TTFT and TPOT of a simulated pair, divided by those of a real one.
+def recorded_agreement(path: Path | None = None) -> dict[str, tuple[float, float, int]]:
+    """By workload: TTFT and TPOT of a simulated pair over those of a real one; turns.
 
     Medians of the turns, as `pdlab bench disaggregation --save` wrote them.
     """
@@ -122,7 +122,7 @@ def recorded_agreement(path: Path | None = None) -> dict[str, tuple[float, float
             each["simulated"][key] / median(turn[key] for turn in each["measured"])
             for key in ("ttft_s", "tpot_s")
         )
-        found[each["workload"]] = ttft, tpot
+        found[each["workload"]] = ttft, tpot, len(each["measured"])
     return found
 
 

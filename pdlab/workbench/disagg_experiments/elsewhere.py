@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from pdlab.costmodel import RooflineStepTimes, StepShape, StepTimes, causal_pairs, load_hardware
+from pdlab.costmodel.memory import weight_bytes
 from pdlab.disagg.ratio import Need, splits
 from pdlab.disagg.simulated.break_even import BreakEven, break_even
 from pdlab.disagg.simulated.cluster import simulate_cluster
@@ -22,21 +23,43 @@ from pdlab.workload import WORKLOADS, TraceRequest
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 256
 """The example that articles on the subject use."""
+DTYPES = ("bf16", "fp16")
+USABLE = 0.9
+"""Part of a device's memory for weights and K and V."""
 BANDWIDTHS_BYTES_S = tuple(10 ** (7 + i / 8) for i in range(33))
 
 
 def devices(fast: str, slow: str, shape: str = "qwen3-8b") -> tuple[StepTimes, StepTimes]:
-    """Rooflines of two machines of the hardware table for one model; each in its widest 16 bits.
+    """Rooflines of two machines of the hardware table for one model, with 16-bit weights.
 
-    A machine without 16-bit products computes in fp32, and reads twice the bytes.
+    A machine without 16-bit products computes in fp32 what it reads in 16 bits.
     """
-    table = load_hardware()
-    made = []
+    return _times(fast, shape), _times(slow, shape)
+
+
+def _times(name: str, shape: str) -> RooflineStepTimes:
+    hardware = load_hardware()[name]
+    peaks = hardware.peak_flops
+    dtype = next((d for d in DTYPES if d in peaks), DTYPES[0])
+    if dtype not in peaks:
+        hardware = replace(hardware, peak_flops={**peaks, dtype: peaks["fp32"]})
+    return RooflineStepTimes(SHAPES[shape], hardware, dtype)
+
+
+def price_when_full(fast: str, slow: str, shape: str = "qwen3-8b") -> float:
+    """How many times a second of the fast machine must cost one of the slow one, if both are full.
+
+    As many requests decode at once as memory holds beside the weights.
+    """
+    seconds = []
     for name in (fast, slow):
-        hardware = table[name]
-        dtype = next(d for d in ("bf16", "fp16", "fp32") if d in hardware.peak_flops)
-        made.append(RooflineStepTimes(SHAPES[shape], hardware, dtype))
-    return made[0], made[1]
+        hardware, times = load_hardware()[name], _times(name, shape)
+        room = USABLE * hardware.memory_bytes - weight_bytes(SHAPES[shape], 2)
+        longest = PROMPT_TOKENS + OUTPUT_TOKENS
+        batch = int(room / (longest * SHAPES[shape].kv_bytes_per_token(2)))
+        mean = PROMPT_TOKENS + OUTPUT_TOKENS // 2
+        seconds.append(times.step_s(StepShape(0, 0, 0, batch, batch * mean, longest)) / batch)
+    return seconds[1] / seconds[0]
 
 
 def decode_elsewhere(

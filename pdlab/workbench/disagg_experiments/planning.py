@@ -16,7 +16,6 @@ from pdlab.disagg.router import Router, RouterConfig
 from pdlab.disagg.serving import ClusterRun
 from pdlab.disagg.simulated.cluster import simulate_cluster
 from pdlab.disagg.simulated.spec import SimulatedSpec
-from pdlab.engine import EngineConfig
 from pdlab.kvcache import KVLayout
 from pdlab.trace import RoleSwitch
 from pdlab.workbench.disagg_experiments.chats import Outcome
@@ -113,24 +112,43 @@ class Planned(NamedTuple):
 
 
 def planned(
+    twin: Twin,
     requests: Sequence[TraceRequest],
-    times: StepTimes,
     num_workers: int,
     *,
     run: ClusterRun | None = None,
-    config: EngineConfig = POOL,
 ) -> Planned:
     """By the cost model; corrected by how long the steps of a measured run took, if there is one.
 
+    How many outputs share a step depends on the division, and the division on that: so it is
+    planned with full steps first, simulated, and planned again with the steps of the simulation.
+
     Args:
-        times: of both sides.
         run: of workers that prefill and workers that decode.
     """
-    batch = batch_of(requests, config)
-    need = need_of(requests, times, times, batch=batch)
-    if run is not None:
-        need = corrected(need, run, times, times)
-    return Planned(need, splits(need, num_workers), batch)
+    p, d = twin.times.values()
+    batch = batch_of(requests, POOL)
+    for is_last in (False, True):
+        need = need_of(requests, p, d, batch=batch)
+        if run is not None:
+            need = corrected(need, run, p, d)
+        found = Planned(need, splits(need, num_workers), batch)
+        if not is_last:
+            batch = _mean_batch(_at_once(twin, requests, found.best))
+    return found
+
+
+def _at_once(twin: Twin, requests: Sequence[TraceRequest], split: Split) -> ClusterRun:
+    """All are there from the beginning."""
+    at_once = [replace(request, arrival_s=0.0) for request in requests]
+    workers = twin.pool(split.num_prefill, split.num_decode)
+    return simulate_cluster(at_once, workers, hop_s=twin.hop_s)
+
+
+def _mean_batch(run: ClusterRun) -> int:
+    steps = [step for worker in run.workers.values() for step in worker.steps if step.decodes]
+    num_steps = sum(step.num_steps for step in steps)
+    return max(1, round(sum(len(s.decodes) * s.num_steps for s in steps) / num_steps))
 
 
 def decode_step_s(times: StepTimes, batch: int, context_len: int = 160) -> float:
@@ -142,19 +160,14 @@ def simulated_capacity(
     twin: Twin, requests: Sequence[TraceRequest], options: Sequence[Split]
 ) -> list[float]:
     """Requests a second of each division, when all are there from the beginning."""
-    at_once = [replace(request, arrival_s=0.0) for request in requests]
-    found = []
-    for each in options:
-        workers = twin.pool(each.num_prefill, each.num_decode)
-        run = simulate_cluster(at_once, workers, hop_s=twin.hop_s)
-        found.append(len(requests) / run.serving.duration_s)
-    return found
+    runs = [_at_once(twin, requests, each) for each in options]
+    return [len(requests) / run.serving.duration_s for run in runs]
 
 
 def tide(twin: Twin, num_workers: int = 4, each_s: float = 60.0) -> list[TraceRequest]:
     """First documents of which little is written, then questions with long answers.
 
-    Each half is as much as three quarters of the workers would be just able to bear on its side.
+    Each half is 0.7 of what all workers but one can bear on the busier side.
     """
     p, d = twin.times["p0"], twin.times["d0"]
     reading = (Fixed(500), Fixed(8))
@@ -164,7 +177,7 @@ def tide(twin: Twin, num_workers: int = 4, each_s: float = 60.0) -> list[TraceRe
         example = [TraceRequest(0.0, prompts.num_tokens, outputs.num_tokens)]
         need = need_of(example, p, d, batch=8)
         busier_s = max(need.prefill_s, need.decode_s)
-        rate = 0.8 * (num_workers - 1) / busier_s
+        rate = 0.7 * (num_workers - 1) / busier_s
         part = make_traffic(poisson(rate), prompts, outputs, seed=i, duration_s=each_s)
         parts.append([replace(r, arrival_s=r.arrival_s + i * each_s) for r in part])
     return mix(parts)
@@ -185,7 +198,7 @@ class Conditional(NamedTuple):
 
 
 def conditional(
-    twin: Twin, thresholds: Sequence[int], num_requests: int = 80, load: float = 0.7
+    twin: Twin, thresholds: Sequence[int], num_requests: int = 240, load: float = 0.7
 ) -> list[Conditional]:
     """The workload `mixed` on 1P1D, at a part of what it could bear without any such rule.
 
@@ -261,3 +274,15 @@ def follow(
         look_s=0.25,
     )
     return Followed(run, made[0].switches if made else [])
+
+
+def whole_engines(
+    twin: Twin, requests: Sequence[TraceRequest], num_workers: int, chunk_size: int
+) -> Followed:
+    """The same requests on engines that serve them from beginning to end, in chunks."""
+    budget = chunk_size + POOL.max_num_seqs
+    config = replace(POOL, chunk_size=chunk_size, max_num_batched_tokens=budget)
+    spec = replace(twin.specs["p0"], role="both", config=config)
+    workers = {f"w{i}": spec for i in range(num_workers)}
+    router = RouterConfig(mode="aggregated")
+    return Followed(simulate_cluster(requests, workers, router, hop_s=twin.hop_s), [])

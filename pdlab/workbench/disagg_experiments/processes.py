@@ -192,5 +192,5 @@ WARM_UP = (
     SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
 )
 """The first steps of a process are slower."""
-REHEARSED_PROMPTS = (20, 256, 48, 12, 128, 96, 300, 32, 64, 192)
+REHEARSED_PROMPTS = (20, 256, 48, 12, 128, 96, 560, 32, 64, 192)
 REHEARSED_OUTPUTS = (12, 5, 9, 14, 7, 10, 4, 12, 8, 6)
