@@ -5,6 +5,8 @@
 - For `int4` weights: int8 codes with a scale for each group of 32, whose products are twice as many
   in an instruction. Beside the scale stands the sum that a group's minimum is multiplied with:
   scale x sum of the codes, so that a weight's minimum and its code see the same rounded value.
+  A second **plane** of such codes, of what the first left over, makes it as fine as 16 bits, for
+  twice the arithmetic: as good as free where memory is the limit, with a single row.
 
 Codes are rounded to the nearest, ties to even. NaN or infinity makes a NaN of the scale, and so of
 every output of the row.
@@ -12,7 +14,7 @@ every output of the row.
 
 import numpy as np
 
-from .compiled import kernel
+from .compiled import inlined, kernel
 from .simd import (
     add_floats,
     add_ints,
@@ -24,11 +26,11 @@ from .simd import (
     repeated,
     store_as_bytes,
     store_as_shorts,
+    to_floats,
     to_ints,
     total,
     total_ints,
     zero_floats,
-    zero_ints,
 )
 from .weights import GROUP
 
@@ -37,29 +39,47 @@ _LARGEST_SHORT = np.float32(32767)
 _SMALLEST = np.float32(1e-30)  # below, a scale would be no normal number; the codes are zero
 
 
-@kernel
-def quantize_groups(x, x_at, codes, scales, sums, group_at, groups):
-    """Round `groups` groups of 32 floats from x[x_at] on to int8.
+@inlined
+def _round_group(v0, v1, v2, v3, codes, scales, sums, group):
+    """Round 32 floats to group `group` of a plane; returns what is left over of them."""
+    top = larger(larger(magnitude(v0), magnitude(v1)), larger(magnitude(v2), magnitude(v3)))
+    most = largest(top)
+    inverse = repeated(_LARGEST_BYTE / most if most > _SMALLEST else np.float32(0))
+    c0, c1 = to_ints(multiply(v0, inverse)), to_ints(multiply(v1, inverse))
+    c2, c3 = to_ints(multiply(v2, inverse)), to_ints(multiply(v3, inverse))
+    store_as_bytes(codes, GROUP * group, c0)
+    store_as_bytes(codes, GROUP * group + 8, c1)
+    store_as_bytes(codes, GROUP * group + 16, c2)
+    store_as_bytes(codes, GROUP * group + 24, c3)
+    bad = multiply(add_floats(add_floats(v0, v1), add_floats(v2, v3)), zero_floats())
+    scale = most / _LARGEST_BYTE + total(bad)
+    scales[group] = scale
+    code_sum = total_ints(add_ints(add_ints(c0, c1), add_ints(c2, c3)))
+    sums[group] = scale * np.float32(code_sum)
+    each = repeated(-scale)
+    return (
+        add_floats(v0, multiply(each, to_floats(c0))),
+        add_floats(v1, multiply(each, to_floats(c1))),
+        add_floats(v2, multiply(each, to_floats(c2))),
+        add_floats(v3, multiply(each, to_floats(c3))),
+    )
 
-    The first is number `group_at` in `codes` [groups of 32], `scales` and `sums` (one a group).
+
+@kernel
+def quantize_groups(x, x_at, codes, scales, sums, group_at, groups, planes, plane_groups):
+    """Round `groups` groups of 32 floats from x[x_at] on to `planes` (1 or 2) planes of int8.
+
+    In each plane the first is number `group_at` in `codes` [groups of 32], `scales` and `sums` (one
+    a group); `plane_groups` is the number of groups in a plane.
     """
     for i in range(groups):
-        here = x_at + GROUP * i
-        top, bad = zero_floats(), zero_floats()
-        for k in range(0, GROUP, 8):
-            values = load_floats(x, here + k)
-            top = larger(magnitude(values), top)
-            bad = add_floats(multiply(values, zero_floats()), bad)
-        most = largest(top)
-        inverse = repeated(_LARGEST_BYTE / most if most > _SMALLEST else np.float32(0))
-        code_sum = zero_ints()
-        for k in range(0, GROUP, 8):
-            rounded = to_ints(multiply(load_floats(x, here + k), inverse))
-            code_sum = add_ints(rounded, code_sum)
-            store_as_bytes(codes, GROUP * (group_at + i) + k, rounded)
-        scale = most / _LARGEST_BYTE + total(bad)
-        scales[group_at + i] = scale
-        sums[group_at + i] = scale * np.float32(total_ints(code_sum))
+        here, to = x_at + GROUP * i, group_at + i
+        v0, v1 = load_floats(x, here), load_floats(x, here + 8)
+        v2, v3 = load_floats(x, here + 16), load_floats(x, here + 24)
+        for plane in range(planes):
+            v0, v1, v2, v3 = _round_group(
+                v0, v1, v2, v3, codes, scales, sums, to + plane * plane_groups
+            )
 
 
 @kernel

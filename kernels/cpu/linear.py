@@ -22,12 +22,15 @@ _CHUNKS_A_THREAD: Final = 2  # at least; one costs a third of a microsecond
 _own = threading.local()
 
 
-def linear(x: torch.Tensor, weight: Weight, team: "Team | None" = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: Weight, team: "Team | None" = None, *, planes: int = 2
+) -> torch.Tensor:
     """y float32 [rows, out] of x float32 [rows, in]; alone, or on a team's threads.
 
-    Activations are rounded as `activations` says, unless the weight is `fp32`. A row has the same
-    bits whatever rows stand beside it, and on any number of threads (except `fp32` with more than
-    16 rows). Raises ValueError when x is no float32 matrix on the CPU with the weight's width.
+    Activations are rounded as `activations` says, unless the weight is `fp32`; to `planes` (1 or 2)
+    planes of int8 if it is `int4`. A row has the same bits whatever rows stand beside it, and on
+    any number of threads (except `fp32` with more than 16 rows). Raises ValueError when x is no
+    float32 matrix on the CPU with the weight's width.
     """
     if x.ndim != 2 or x.dtype != torch.float32 or x.device.type != "cpu":
         raise ValueError(
@@ -35,16 +38,21 @@ def linear(x: torch.Tensor, weight: Weight, team: "Team | None" = None) -> torch
         )
     if x.shape[1] != weight.in_features:
         raise ValueError(f"x: it has {x.shape[1]} columns, the weight {weight.in_features}")
+    if planes not in (1, 2):
+        raise ValueError(f"planes={planes}: there are 1 or 2")
     x = x.detach().contiguous()
     if TARGET == "torch" or (weight.format == "fp32" and len(x) > FP32_ROWS):
-        return reference.linear(x, weight)
+        return reference.linear(x, weight, planes=planes)
     y = torch.empty(len(x), weight.out_features)
     if len(x):
-        _run(x.view(-1).numpy(), len(x), weight, y.view(-1).numpy(), team or _alone())
+        flat = x.view(-1).numpy(), y.view(-1).numpy()
+        _run(*flat, len(x), weight, planes, team or _alone())
     return y
 
 
-def _run(x: np.ndarray, rows: int, weight: Weight, y: np.ndarray, team: "Team") -> None:
+def _run(
+    x: np.ndarray, y: np.ndarray, rows: int, weight: Weight, planes: int, team: "Team"
+) -> None:
     """Run the step of the weight's format on flat x and y."""
     from . import linear_steps as steps
 
@@ -53,10 +61,10 @@ def _run(x: np.ndarray, rows: int, weight: Weight, y: np.ndarray, team: "Team") 
     if weight.format == "fp32":
         team.run(steps.fp32_step, x, rows, data, out, width, y, each)
     elif weight.format == "int4":
-        codes = np.empty(rows * width, np.int8)
-        scales = np.empty(rows * width // GROUP, np.float32)
+        codes = np.empty(planes * rows * width, np.int8)
+        scales = np.empty(planes * rows * width // GROUP, np.float32)
         sums = np.empty_like(scales)
-        team.run(steps.int4_step, x, rows, data, out, width, codes, scales, sums, y, each)
+        team.run(steps.int4_step, x, rows, data, out, width, codes, scales, sums, planes, y, each)
     else:
         codes, scales = np.empty(rows * width, np.int16), np.empty(rows, np.float32)
         row_scales, grouped = weight.scales, weight.format == "q8_0"

@@ -14,8 +14,8 @@ def _rows_per_chunk(rows):
 
 
 @kernel
-def int4_step(counters, step, x, rows, data, out, width, codes, scales, sums, y, per_chunk):
-    """y [rows, out] of x [rows, width]; a chunk is `per_chunk` panels."""
+def int4_step(counters, step, x, rows, data, out, width, codes, scales, sums, planes, y, per_chunk):
+    """y [rows, out] of x [rows, width] in `planes` planes; a chunk is `per_chunk` panels."""
     groups = width // GROUP
     each = _rows_per_chunk(rows)
     phase = -(-rows // each)
@@ -26,7 +26,7 @@ def int4_step(counters, step, x, rows, data, out, width, codes, scales, sums, y,
             break
         first = chunk * each * groups
         count = min(each * groups, rows * groups - first)
-        quantize_groups(x, GROUP * first, codes, scales, sums, first, count)
+        quantize_groups(x, GROUP * first, codes, scales, sums, first, count, planes, rows * groups)
         finished = True
     panels = -(-out // PANEL)
     chunks = -(-panels // per_chunk)
@@ -37,7 +37,10 @@ def int4_step(counters, step, x, rows, data, out, width, codes, scales, sums, y,
             break
         first = chunk * per_chunk
         count = min(per_chunk, panels - first)
-        int4_rows(data, 0, out, width, codes, scales, sums, 0, rows, y, 0, out, first, count, False)
+        int4_rows(
+            data, 0, out, width, codes, scales, sums, planes, rows * groups, 0, rows, y, 0, out,
+            first, count, False,
+        )  # fmt: skip
         finished = True
 
 

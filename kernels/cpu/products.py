@@ -73,15 +73,11 @@ def _put(y, at, low, high, outputs, accumulate):
 
 
 @inlined
-def _add_nibbles(dot, low, high, codes, at):
-    """dot + the products of 8 inputs of 8 rows; four such fit an int16: 8 * 2 * 15 * 127 < 2**15"""
-    first = madd_bytes(low, repeat_4_bytes(codes, at))
-    return add_shorts(dot, add_shorts(first, madd_bytes(high, repeat_4_bytes(codes, at + 16))))
+def _add_nibbles(low, high, w0, w1, w2, w3, codes, at):
+    """low, high + the products of 8 inputs of 16 rows.
 
-
-@inlined
-def _add_four(low, high, w0, w1, w2, w3, codes, at):
-    """The same for both halves of a panel, which share the activations."""
+    Four such fit an int16, in which 2 of the 8 meet each time: 16 * 15 * 127 < 2**15.
+    """
     x = repeat_4_bytes(codes, at)
     low = add_shorts(low, madd_bytes(w0, x))
     high = add_shorts(high, madd_bytes(w2, x))
@@ -97,75 +93,78 @@ def _add_group(result, dot, scale, minimum, x_scale, x_sum):
 
 
 @kernel
-def int4_one(data, at, groups, codes, scales, sums, row, y, y_at, outputs, accumulate):
+def int4_one(
+    data, at, groups, codes, scales, sums, planes, plane_groups, row, y, y_at, outputs, accumulate
+):
     """One panel times one row."""
     low, high = zero_floats(), zero_floats()
     for group in range(groups):
-        here = row * groups + group
         for line in range(0, INT4_BYTES, 64):
             prefetch(data, at + _AHEAD + line)
-        dot_low, dot_high = zero_shorts(), zero_shorts()
-        for j in range(4):
-            k = GROUP * here + 4 * j
-            packed = load_bytes(data, at + 64 + 32 * j)
-            dot_low = _add_nibbles(dot_low, low_nibbles(packed), high_nibbles(packed), codes, k)
-            packed = load_bytes(data, at + 192 + 32 * j)
-            dot_high = _add_nibbles(dot_high, low_nibbles(packed), high_nibbles(packed), codes, k)
-        scale, x_sum = repeat_float(scales, here), repeat_float(sums, here)
-        low = _add_group(
-            low, dot_low, load_halves(data, at), load_halves(data, at + 32), scale, x_sum
-        )
-        high = _add_group(
-            high, dot_high, load_halves(data, at + 16), load_halves(data, at + 48), scale, x_sum
-        )
+        for plane in range(planes):
+            here = row * groups + group + plane * plane_groups
+            dot_low, dot_high = zero_shorts(), zero_shorts()
+            for j in range(4):
+                k = GROUP * here + 4 * j
+                packed = load_bytes(data, at + 64 + 32 * j)
+                w0, w1 = low_nibbles(packed), high_nibbles(packed)
+                packed = load_bytes(data, at + 192 + 32 * j)
+                w2, w3 = low_nibbles(packed), high_nibbles(packed)
+                dot_low, dot_high = _add_nibbles(dot_low, dot_high, w0, w1, w2, w3, codes, k)
+            scale, x_sum = repeat_float(scales, here), repeat_float(sums, here)
+            low = _add_group(
+                low, dot_low, load_halves(data, at), load_halves(data, at + 32), scale, x_sum
+            )
+            high = _add_group(
+                high, dot_high, load_halves(data, at + 16), load_halves(data, at + 48), scale, x_sum
+            )
         at += INT4_BYTES
     _put(y, y_at, low, high, outputs, accumulate)
 
 
 @kernel
 def int4_four(
-    data, at, groups, codes, scales, sums, row, rows, y, y_at, y_row, outputs, accumulate
-):
+    data, at, groups, codes, scales, sums, planes, plane_groups, row, rows, y, y_at, y_row, outputs,
+    accumulate,
+):  # fmt: skip
     """One panel times up to four rows; for rows that are missing the last is computed again."""
-    a = row * groups
-    b = (row + min(1, rows - 1)) * groups
-    c = (row + min(2, rows - 1)) * groups
-    d = (row + min(3, rows - 1)) * groups
     a_low, a_high, b_low, b_high = zero_floats(), zero_floats(), zero_floats(), zero_floats()
     c_low, c_high, d_low, d_high = zero_floats(), zero_floats(), zero_floats(), zero_floats()
-    for _ in range(groups):
+    for group in range(groups):
         for line in range(0, INT4_BYTES, 64):
             prefetch(data, at + _AHEAD + line)
-        a_dot, b_dot, c_dot, d_dot = zero_shorts(), zero_shorts(), zero_shorts(), zero_shorts()
-        e_dot, f_dot, g_dot, h_dot = zero_shorts(), zero_shorts(), zero_shorts(), zero_shorts()
-        for j in range(opaque(4)):
-            packed = load_bytes(data, at + 64 + 32 * j)
-            w0, w1 = low_nibbles(packed), high_nibbles(packed)
-            packed = load_bytes(data, at + 192 + 32 * j)
-            w2, w3 = low_nibbles(packed), high_nibbles(packed)
-            a_dot, e_dot = _add_four(a_dot, e_dot, w0, w1, w2, w3, codes, GROUP * a + 4 * j)
-            b_dot, f_dot = _add_four(b_dot, f_dot, w0, w1, w2, w3, codes, GROUP * b + 4 * j)
-            c_dot, g_dot = _add_four(c_dot, g_dot, w0, w1, w2, w3, codes, GROUP * c + 4 * j)
-            d_dot, h_dot = _add_four(d_dot, h_dot, w0, w1, w2, w3, codes, GROUP * d + 4 * j)
-        scale, minimum = load_halves(data, at), load_halves(data, at + 32)
-        a_scale, a_sum = repeat_float(scales, a), repeat_float(sums, a)
-        b_scale, b_sum = repeat_float(scales, b), repeat_float(sums, b)
-        c_scale, c_sum = repeat_float(scales, c), repeat_float(sums, c)
-        d_scale, d_sum = repeat_float(scales, d), repeat_float(sums, d)
-        a_low = _add_group(a_low, a_dot, scale, minimum, a_scale, a_sum)
-        b_low = _add_group(b_low, b_dot, scale, minimum, b_scale, b_sum)
-        c_low = _add_group(c_low, c_dot, scale, minimum, c_scale, c_sum)
-        d_low = _add_group(d_low, d_dot, scale, minimum, d_scale, d_sum)
-        scale, minimum = load_halves(data, at + 16), load_halves(data, at + 48)
-        a_high = _add_group(a_high, e_dot, scale, minimum, a_scale, a_sum)
-        b_high = _add_group(b_high, f_dot, scale, minimum, b_scale, b_sum)
-        c_high = _add_group(c_high, g_dot, scale, minimum, c_scale, c_sum)
-        d_high = _add_group(d_high, h_dot, scale, minimum, d_scale, d_sum)
+        for plane in range(planes):
+            first = plane * plane_groups + group
+            a = first + row * groups
+            b = first + (row + min(1, rows - 1)) * groups
+            c = first + (row + min(2, rows - 1)) * groups
+            d = first + (row + min(3, rows - 1)) * groups
+            a_dot, b_dot, c_dot, d_dot = zero_shorts(), zero_shorts(), zero_shorts(), zero_shorts()
+            e_dot, f_dot, g_dot, h_dot = zero_shorts(), zero_shorts(), zero_shorts(), zero_shorts()
+            for j in range(opaque(4)):
+                packed = load_bytes(data, at + 64 + 32 * j)
+                w0, w1 = low_nibbles(packed), high_nibbles(packed)
+                packed = load_bytes(data, at + 192 + 32 * j)
+                w2, w3 = low_nibbles(packed), high_nibbles(packed)
+                a_dot, e_dot = _add_nibbles(a_dot, e_dot, w0, w1, w2, w3, codes, GROUP * a + 4 * j)
+                b_dot, f_dot = _add_nibbles(b_dot, f_dot, w0, w1, w2, w3, codes, GROUP * b + 4 * j)
+                c_dot, g_dot = _add_nibbles(c_dot, g_dot, w0, w1, w2, w3, codes, GROUP * c + 4 * j)
+                d_dot, h_dot = _add_nibbles(d_dot, h_dot, w0, w1, w2, w3, codes, GROUP * d + 4 * j)
+            scale, minimum = load_halves(data, at), load_halves(data, at + 32)
+            a_scale, a_sum = repeat_float(scales, a), repeat_float(sums, a)
+            b_scale, b_sum = repeat_float(scales, b), repeat_float(sums, b)
+            c_scale, c_sum = repeat_float(scales, c), repeat_float(sums, c)
+            d_scale, d_sum = repeat_float(scales, d), repeat_float(sums, d)
+            a_low = _add_group(a_low, a_dot, scale, minimum, a_scale, a_sum)
+            b_low = _add_group(b_low, b_dot, scale, minimum, b_scale, b_sum)
+            c_low = _add_group(c_low, c_dot, scale, minimum, c_scale, c_sum)
+            d_low = _add_group(d_low, d_dot, scale, minimum, d_scale, d_sum)
+            scale, minimum = load_halves(data, at + 16), load_halves(data, at + 48)
+            a_high = _add_group(a_high, e_dot, scale, minimum, a_scale, a_sum)
+            b_high = _add_group(b_high, f_dot, scale, minimum, b_scale, b_sum)
+            c_high = _add_group(c_high, g_dot, scale, minimum, c_scale, c_sum)
+            d_high = _add_group(d_high, h_dot, scale, minimum, d_scale, d_sum)
         at += INT4_BYTES
-        a += 1
-        b += 1
-        c += 1
-        d += 1
     _put(y, y_at, a_low, a_high, outputs, accumulate)
     if rows > 1:
         _put(y, y_at + y_row, b_low, b_high, outputs, accumulate)
@@ -177,12 +176,14 @@ def int4_four(
 
 @kernel
 def int4_rows(
-    data, at, out, width, codes, scales, sums, row, rows, y, y_at, y_row, panel, panels, accumulate
-):
+    data, at, out, width, codes, scales, sums, planes, plane_groups, row, rows, y, y_at, y_row,
+    panel, panels, accumulate,
+):  # fmt: skip
     """y[r, i] for `rows` rows from `row` on and `panels` panels from `panel` on.
 
-    `data[at]` begins the weight [out, width]; codes int8 [rows, width], scales and sums
-    [rows, width / 32]. Result r, i goes to y[y_at + r * y_row + i].
+    `data[at]` begins the weight [out, width]; codes int8 [planes, rows, width], scales and sums
+    [planes, rows, width / 32], of which a plane has `plane_groups`. Result r, i goes to
+    y[y_at + r * y_row + i].
     """
     groups = width // GROUP
     _approach(data, at + panel * groups * INT4_BYTES, 1)
@@ -195,12 +196,13 @@ def int4_rows(
                 to = y_at + r * y_row + PANEL * p
                 if left == 1:
                     int4_one(
-                        data, first, groups, codes, scales, sums, r, y, to, outputs, accumulate
-                    )
+                        data, first, groups, codes, scales, sums, planes, plane_groups, r, y, to,
+                        outputs, accumulate,
+                    )  # fmt: skip
                 else:
                     int4_four(
-                        data, first, groups, codes, scales, sums, r, left, y, to, y_row, outputs,
-                        accumulate,
+                        data, first, groups, codes, scales, sums, planes, plane_groups, r, left, y,
+                        to, y_row, outputs, accumulate,
                     )  # fmt: skip
 
 

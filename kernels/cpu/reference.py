@@ -27,20 +27,26 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.to(torch.int16), most.squeeze(1) / 32767.0 + (x * 0).sum(dim=1)
 
 
-def rounded(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+def rounded(x: torch.Tensor, weight: Weight, planes: int = 2) -> torch.Tensor:
     """The activations as the product with a weight of this format sees them."""
     if weight.format == "fp32":
         return x
-    if weight.format == "int4":
+    if weight.format != "int4":
+        codes, scales = quantize_rows(x)
+        return codes * scales[:, None]
+    seen = torch.zeros_like(x)
+    for _ in range(planes):
         codes, scales, _ = quantize_groups(x)
-        return (codes.view(len(x), -1, GROUP) * scales[..., None]).view_as(x)
-    codes, scales = quantize_rows(x)
-    return codes * scales[:, None]
+        plane = (codes.view(len(x), -1, GROUP) * scales[..., None]).view_as(x)
+        seen, x = seen + plane, x - plane
+    return seen
 
 
-def linear(x: torch.Tensor, weight: Weight, team: "Team | None" = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: Weight, team: "Team | None" = None, *, planes: int = 2
+) -> torch.Tensor:
     """y = x W^T, float32 [rows, out], of x float32 [rows, in]; `team` is not used."""
-    return torch_linear(rounded(x, weight), unpack(weight))
+    return torch_linear(rounded(x, weight, planes), unpack(weight))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

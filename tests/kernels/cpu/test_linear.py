@@ -16,6 +16,7 @@ from pdlab_kernels.cpu.target import TARGET
 from pdlab_kernels.cpu.weights import FORMATS, pack, pack_int4, pack_int8, pack_q8_0
 
 SHAPES = [(1, 32), (8, 64), (37, 96), (100, 576), (33, 1536)]
+CASES = [("fp32", 2), ("int8", 2), ("q8_0", 2), ("int4", 2), ("int4", 1)]  # format, planes
 ROWS = [1, 2, 3, 4, 5, 16, 67]
 needs_numba = pytest.mark.skipif(TARGET == "torch", reason="no compiled kernels here")
 
@@ -35,30 +36,32 @@ def pair() -> Iterator[object]:
         yield team
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("format", "planes"), CASES)
 @pytest.mark.parametrize(("out", "width"), SHAPES)
-def test_a_product_is_what_the_reference_computes(format, out: int, width: int) -> None:
+def test_a_product_is_what_the_reference_computes(format, planes, out: int, width: int) -> None:
     weight = pack(torch.randn(out, width) * 0.05, format)
     for rows in ROWS:
         x = rows_of(rows, width)
         # float64: the reference's own rounding shall not be in the comparison
-        seen, values = reference.rounded(x, weight).double(), reference.unpack(weight).double()
+        seen = reference.rounded(x, weight, planes).double()
+        values = reference.unpack(weight).double()
         limit = 2e-6 * (seen.abs() @ values.abs().T)
-        assert ((linear(x, weight) - seen @ values.T).abs() <= limit).all(), rows
+        error = linear(x, weight, planes=planes) - seen @ values.T
+        assert (error.abs() <= limit).all(), rows
 
 
 @needs_numba
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("format", "planes"), CASES)
 @pytest.mark.parametrize(("out", "width"), SHAPES)
 def test_a_row_has_the_same_bits_alone_among_others_and_on_two_threads(
-    pair, format, out: int, width: int
+    pair, format, planes, out: int, width: int
 ) -> None:
     weight = pack(torch.randn(out, width) * 0.05, format)
     for rows in (2, 5, 16) if format == "fp32" else ROWS:
         x = rows_of(rows, width)
-        alone = torch.cat([linear(row[None], weight) for row in x])
-        assert torch.equal(linear(x, weight), alone), rows
-        assert torch.equal(linear(x, weight, pair), alone), rows
+        alone = torch.cat([linear(row[None], weight, planes=planes) for row in x])
+        assert torch.equal(linear(x, weight, planes=planes), alone), rows
+        assert torch.equal(linear(x, weight, pair, planes=planes), alone), rows
     assert pair.helper_error is None
 
 
@@ -84,10 +87,15 @@ def test_activations_are_rounded_to_the_codes_of_the_reference() -> None:
     from pdlab_kernels.cpu.activations import quantize_groups, quantize_row
 
     x = torch.cat([rows_of(3, 96), torch.zeros(1, 96), torch.full((1, 96), 1e-42)])
-    codes, scales, sums = np.empty(5 * 96, np.int8), *np.empty((2, 15), np.float32)
-    quantize_groups(x.view(-1).numpy(), 0, codes, scales, sums, 0, 15)
-    for found, expected in zip((codes, scales, sums), reference.quantize_groups(x), strict=True):
-        np.testing.assert_array_equal(found, expected.numpy().reshape(-1))
+    codes, scales, sums = np.empty((2, 5 * 96), np.int8), *np.empty((2, 2, 15), np.float32)
+    flat = codes.reshape(-1), scales.reshape(-1), sums.reshape(-1)
+    quantize_groups(x.view(-1).numpy(), 0, *flat, 0, 15, 2, 15)
+    rest = x
+    for plane in range(2):
+        given = reference.quantize_groups(rest)
+        for found, expected in zip((codes, scales, sums), given, strict=True):
+            np.testing.assert_array_equal(found[plane], expected.numpy().reshape(-1))
+        rest = rest - (given[0].view(5, 3, 32) * given[1][..., None]).view(5, 96)
     wide, row_scales = np.empty(5 * 96, np.int16), np.empty(5, np.float32)
     for row in range(5):
         quantize_row(x.view(-1).numpy(), 96 * row, wide, row_scales, row, 96)
@@ -96,13 +104,16 @@ def test_activations_are_rounded_to_the_codes_of_the_reference() -> None:
     np.testing.assert_array_equal(row_scales, expected_scales.numpy())
 
 
-@pytest.mark.parametrize(("format", "limit"), [("int8", 2e-4), ("q8_0", 2e-4), ("int4", 1.5e-2)])
-def test_rounding_of_activations_costs_little(format, limit: float) -> None:
+@pytest.mark.parametrize(
+    ("format", "planes", "limit"),
+    [("int8", 2, 2e-4), ("q8_0", 2, 2e-4), ("int4", 2, 1e-4), ("int4", 1, 1.5e-2)],
+)
+def test_rounding_of_activations_costs_little(format, planes: int, limit: float) -> None:
     """Relative to the output's norm, with an outlier thirty times the others in each row."""
     weight = pack(torch.randn(576, 576) * 0.05, format)
     x = rows_of(64, 576)
     exact = x @ reference.unpack(weight).T
-    assert (linear(x, weight) - exact).norm() / exact.norm() < limit
+    assert (linear(x, weight, planes=planes) - exact).norm() / exact.norm() < limit
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -135,6 +146,12 @@ def test_no_rows_give_no_rows(format) -> None:
 def test_bad_input_is_refused(x: torch.Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         linear(x, pack(torch.zeros(3, 64), "int4"))
+
+
+@pytest.mark.parametrize("planes", [0, 3])
+def test_a_number_of_planes_that_there_is_not_is_refused(planes: int) -> None:
+    with pytest.raises(ValueError, match=f"planes={planes}"):
+        linear(torch.zeros(1, 64), pack(torch.zeros(3, 64), "int4"), planes=planes)
 
 
 def test_chunks_are_many_enough_to_share_and_large_enough_to_pay() -> None:
