@@ -51,9 +51,10 @@ class Twin:
     def recorded(cls) -> Twin:
         """Of a recorded machine, the same everywhere; messages take no time."""
         layout = KVLayout(30, 3, 64, ENGINE.block_size)
+        roles: dict[str, Role] = {"p0": "prefill", "d0": "decode"}
         specs = {
             name: SimulatedSpec(role, ENGINE, RECORDED, layout=layout)
-            for name, role in (("p0", "prefill"), ("d0", "decode"))
+            for name, role in roles.items()
         }
         return cls(dict.fromkeys(specs, RECORDED), specs, 0.0)
 
