@@ -15,8 +15,11 @@ from pdlab_kernels.triton.resources import SHARED_LIMITS, Resources
 
 from ...helpers import ROOT
 
-ON_BOTH = ["bf16-d128", "fp8-d128", "int4-d128", "norm", "silu", "linear-m8", "sample-"]
-ON_ONE = ["bf16-d64", "int8-d128", "linear-m64"]
+ON_BOTH = ["bf16-d128", "int4-d128", "norm", "silu", "linear-m8", "sample-uniforms"]
+ON_ONE = {
+    80: ["prefill-fp8-d128", "prefill-int8-d128"],
+    90: ["fp8-d128", "decode-int8-d128", "linear-m64", "sample-seeds"],
+}
 """Compiling takes a second or two a variant, so not all are compiled twice."""
 KERNELS = {
     "decode_attention_kernel", "reduce_splits_kernel", "prefill_attention_kernel",
@@ -28,7 +31,7 @@ KERNELS = {
 @pytest.fixture(scope="module", params=[80, 90], ids=["sm_80", "sm_90"])
 def compiled(request: pytest.FixtureRequest) -> list[Resources]:
     """Resources of each variant. In a process of its own: TRITON_INTERPRET must not be set."""
-    only = ON_BOTH + (ON_ONE if request.param == 90 else [])
+    only = ON_BOTH + ON_ONE[request.param]
     command = [
         sys.executable, "-m", "pdlab_kernels.triton.resources", "--json",
         "--sm", str(request.param), "--only", *only,

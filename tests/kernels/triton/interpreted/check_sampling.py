@@ -46,7 +46,7 @@ def test_filters_and_draw(vocab_size: int, dtype: torch.dtype, chance: str) -> N
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(7, 1.0, 0.0), (0, 0.6, 0.0),
                                                        (9, 0.7, 0.0), (0, 1.0, 0.2)])  # fmt: skip
 def test_exactly_what_is_kept_can_be_drawn(top_k: int, top_p: float, min_p: float) -> None:
-    """Darts all over 0..1 hit every token that is kept, and no other."""
+    """A dart into the middle of each kept token's share hits it; 0 and 1 hit the first and last."""
     row = torch.randn(40) * 2
     row[11] = row[3]  # ties stay together
     kept = row.clone()[None]
@@ -58,20 +58,32 @@ def test_exactly_what_is_kept_can_be_drawn(top_k: int, top_p: float, min_p: floa
         kept = cut_below(kept, kept[0, ranked.indices[0, last]].view(1, 1))
     if min_p:
         kept = cut_below(kept, kept.max() + math.log(min_p))
-    wanted = set(kept[0].isfinite().nonzero().flatten().tolist())
-    edges = kept[0].softmax(-1).double().cumsum(0)
-    darts = (edges - kept[0].softmax(-1).double() / 2)[sorted(wanted)]
+    wanted = kept[0].isfinite().nonzero().flatten()
+    shares = kept[0].softmax(-1).double()
+    darts = (shares.cumsum(0) - shares / 2)[wanted]
     darts = torch.cat((darts, torch.tensor([0.0, 1 - 2**-53])))
     args = parameters(len(darts), top_k=top_k, top_p=top_p)
     drawn = sampling.sample(
         row.expand(len(darts), -1), *args, torch.full((len(darts),), min_p), uniforms=darts
     )
-    assert set(drawn.tolist()) == wanted
+    assert drawn.tolist() == [*wanted.tolist(), int(wanted[0]), int(wanted[-1])]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_temperature_sharpens_and_flattens(temperature: float) -> None:
+    row = torch.arange(6.0)
+    shares = (row / temperature).softmax(-1).double()
+    darts = torch.cat((shares.cumsum(0) - shares * 0.99, shares.cumsum(0) - shares * 0.01))
+    drawn = sampling.sample(
+        row.expand(12, -1), *parameters(12, temperature=temperature), uniforms=darts
+    )
+    assert drawn.tolist() == [*range(6), *range(6)]
 
 
 def test_greedy_takes_the_first_of_the_best() -> None:
-    logits = torch.randn(3, 50)
-    logits[0, [7, 30]] = 9.0
+    """Also of those in different tiles."""
+    logits = torch.randn(3, 5000)
+    logits[0, [7, 30, 4990]] = 9.0
     logits[2] = 0.0
     args = parameters(3, temperature=0.0, top_k=3, top_p=0.5)
     assert sampling.sample(logits, *args, seeds=torch.zeros(3, dtype=torch.int64)).tolist() == [
