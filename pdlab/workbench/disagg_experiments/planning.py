@@ -16,6 +16,7 @@ from pdlab.disagg.router import Router, RouterConfig
 from pdlab.disagg.serving import ClusterRun
 from pdlab.disagg.simulated.cluster import simulate_cluster
 from pdlab.disagg.simulated.spec import SimulatedSpec
+from pdlab.disagg.worker import Role
 from pdlab.kvcache import KVLayout
 from pdlab.trace import RoleSwitch
 from pdlab.workbench.disagg_experiments.chats import Outcome
