@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ class Case:
 
     name: str
     work: Work
-    runs: list[Callable[[], Any]]
+    runs: Sequence[Callable[[], Any]]
     """One for each set of inputs."""
-    peers: list[Callable[[], Any]]
+    peers: Sequence[Callable[[], Any]]
     """What torch itself offers, likewise; empty if nothing."""
 
 
@@ -57,25 +58,25 @@ def cases(s: Shape, draw: Draw, load: Load) -> Iterator[Callable[[], Case]]:
     """What is timed at a model's shape; each is made when its turn comes, for their memory."""
     for batch, context in load.decode:
         for kv_format in KV_FORMATS:
-            yield lambda b=batch, c=context, f=kv_format: _decode_case(draw, s, b, c, f)  # type: ignore[misc]
+            yield partial(_decode_case, draw, s, batch, context, kv_format)
     batch, context = load.decode[-1]
     window = {"window": context // 4, "sinks": 4}
-    yield lambda: _decode_case(draw, s, batch, context, "bf16", **window)
+    yield partial(_decode_case, draw, s, batch, context, "bf16", **window)
     for kv_format in ("bf16", "int4"):
         for chunks, lens in load.prefill:
-            yield lambda c=chunks, n=lens, f=kv_format: _prefill_case(draw, s, c, n, f)  # type: ignore[misc]
+            yield partial(_prefill_case, draw, s, chunks, lens, kv_format)
     for tokens in load.tokens:
-        yield lambda t=tokens: _rope_case(draw, s, t, "bf16")  # type: ignore[misc]
-        yield lambda t=tokens: _norm_case(draw, s, t)  # type: ignore[misc]
-        yield lambda t=tokens: _silu_case(draw, s, t)  # type: ignore[misc]
-    yield lambda: _rope_case(draw, s, load.tokens[-1], "int4")
+        yield partial(_rope_case, draw, s, tokens, "bf16")
+        yield partial(_norm_case, draw, s, tokens)
+        yield partial(_silu_case, draw, s, tokens)
+    yield partial(_rope_case, draw, s, load.tokens[-1], "int4")
     qkv = s.head_dim * (s.heads + 2 * s.kv_heads)
     for size_out, size_in in ((qkv, s.hidden), (2 * s.inner, s.hidden), (s.hidden, s.inner)):
         for rows in load.rows:
             for bits in (8, 4):
-                yield lambda m=rows, n=size_out, k=size_in, b=bits: _linear_case(draw, m, n, k, b)  # type: ignore[misc]
+                yield partial(_linear_case, draw, rows, size_out, size_in, bits)
     for rows in load.sampled:
-        yield lambda r=rows: _sample_case(draw, s, r)  # type: ignore[misc]
+        yield partial(_sample_case, draw, s, rows)
 
 
 def _decode_case(
@@ -88,7 +89,7 @@ def _decode_case(
     first = inputs()
     done = work.decode_attention(**first)
     sets = [first, *(inputs() for _ in range(min(8, sets_for(done)) - 1))]
-    runs = [lambda a=a: attention.decode_attention(**a) for a in sets]  # type: ignore[misc]
+    runs = [partial(attention.decode_attention, **a) for a in sets]
     name = f"decode-{s.name}-b{batch}-c{context}-{kv_format}" + ("-window" if window else "")
     return Case(name, done, runs, [])
 
@@ -102,17 +103,27 @@ def _prefill_case(draw: Draw, s: Shape, chunks: list[int], lens: list[int], kv_f
     if len(chunks) == 1 and chunks == lens:
         q, k, v = (draw.floats(1, heads, chunks[0], s.head_dim)
                    for heads in (s.heads, s.kv_heads, s.kv_heads))  # fmt: skip
-        peers = [lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)]
+        attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        peers = [partial(attend, q, k, v)]
     name = f"prefill-{s.name}-{'+'.join(map(str, chunks))}-of-{'+'.join(map(str, lens))}"
-    return Case(f"{name}-{kv_format}", done, [lambda: attention.prefill_attention(**args)], peers)
+    return Case(f"{name}-{kv_format}", done, [partial(attention.prefill_attention, **args)], peers)
 
 
 def _rope_case(draw: Draw, s: Shape, tokens: int, kv_format: str) -> Case:
     first = draw.rope(kv_format, tokens, s)
     done = work.rope_and_write_kv(*(first[name] for name in ("q", "k", "v", "k_parts", "v_parts")))
     sets = [first, *(draw.rope(kv_format, tokens, s) for _ in range(sets_for(done) - 1))]
-    runs = [lambda a=a: rotary.rope_and_write_kv(**a) for a in sets]  # type: ignore[misc]
+    runs = [partial(rotary.rope_and_write_kv, **a) for a in sets]
     return Case(f"rope-{s.name}-t{tokens}-{kv_format}", done, runs, [])
+
+
+def _torch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x + residual, weight.shape, weight, 1e-5)
+
+
+def _torch_silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def _norm_case(draw: Draw, s: Shape, tokens: int) -> Case:
@@ -120,16 +131,16 @@ def _norm_case(draw: Draw, s: Shape, tokens: int) -> Case:
     shape = (tokens, s.hidden)
     done = work.add_rms_norm(draw.floats(*shape), draw.floats(*shape))
     sets = [(draw.floats(*shape), draw.floats(*shape)) for _ in range(sets_for(done))]
-    runs = [lambda x=x, r=r: elementwise.add_rms_norm(x, r, weight, 1e-5) for x, r in sets]  # type: ignore[misc]
-    peers = [lambda x=x, r=r: F.rms_norm(x + r, weight.shape, weight, 1e-5) for x, r in sets]  # type: ignore[misc]
+    runs = [partial(elementwise.add_rms_norm, x, r, weight, 1e-5) for x, r in sets]
+    peers = [partial(_torch_add_rms_norm, x, r, weight) for x, r in sets]
     return Case(f"add-rms-norm-{s.name}-t{tokens}", done, runs, peers)
 
 
 def _silu_case(draw: Draw, s: Shape, tokens: int) -> Case:
     done = work.silu_mul(draw.floats(tokens, 2 * s.inner))
     sets = [draw.floats(tokens, 2 * s.inner) for _ in range(sets_for(done))]
-    runs = [lambda x=x: elementwise.silu_mul(x) for x in sets]  # type: ignore[misc]
-    peers = [lambda x=x: F.silu(x[:, : s.inner]) * x[:, s.inner :] for x in sets]  # type: ignore[misc]
+    runs = [partial(elementwise.silu_mul, x) for x in sets]
+    peers = [partial(_torch_silu_mul, x) for x in sets]
     return Case(f"silu-mul-{s.name}-t{tokens}", done, runs, peers)
 
 
@@ -139,13 +150,13 @@ def _linear_case(draw: Draw, rows: int, size_out: int, size_in: int, bits: int) 
     x, first = draw.floats(rows, size_in), make(size_out, size_in)
     done = work.linear(x, *first)
     sets = [first, *(make(size_out, size_in) for _ in range(sets_for(done) - 1))]
-    runs = [lambda w=w: kernel(x, *w) for w in sets]  # type: ignore[misc]
+    runs = [partial(kernel, x, *w) for w in sets]
     wide = [draw.floats(size_out, size_in) for _ in range(max(2, len(sets) * bits // 16))]
-    peers = [lambda w=w: F.linear(x, w) for w in wide]  # type: ignore[misc]
+    peers = [partial(F.linear, x, w) for w in wide]
     return Case(f"int{bits}-linear-{size_out}x{size_in}-m{rows}", done, runs, peers)
 
 
 def _sample_case(draw: Draw, s: Shape, rows: int) -> Case:
     args = draw.sampling(rows, s.vocab, "seeds")
-    run = [lambda: sampling.sample(**args)]
+    run = [partial(sampling.sample, **args)]
     return Case(f"sample-{s.name}-r{rows}", work.sample(args["logits"]), run, [])

@@ -19,7 +19,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, product
 from pathlib import Path
@@ -57,7 +57,7 @@ class Timing:
         return self.floor_us / self.graph_us
 
 
-def time_plain(runs: list[Callable[[], Any]], repeats: int) -> float:
+def time_plain(runs: Sequence[Callable[[], Any]], repeats: int) -> float:
     """Microseconds a launch, launched one by one from Python."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     times = []
@@ -72,7 +72,7 @@ def time_plain(runs: list[Callable[[], Any]], repeats: int) -> float:
     return statistics.median(times)
 
 
-def time_graph(runs: list[Callable[[], Any]], repeats: int) -> float:
+def time_graph(runs: Sequence[Callable[[], Any]], repeats: int) -> float:
     """Microseconds a launch, all of them in one CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

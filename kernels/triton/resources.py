@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,21 +163,21 @@ def variants() -> dict[str, Callable[[], list[Launch]]]:
         ("int4", 64), ("fp32", 64),
     ):  # fmt: skip
         name = f"{kv_format}-d{head_dim}"
-        found[f"decode-{name}"] = lambda f=kv_format, d=head_dim: decode_variant(f, d)  # type: ignore[misc]
-        found[f"prefill-{name}"] = lambda f=kv_format, d=head_dim: prefill_variant(f, d)  # type: ignore[misc]
+        found[f"decode-{name}"] = partial(decode_variant, kv_format, head_dim)
+        found[f"prefill-{name}"] = partial(prefill_variant, kv_format, head_dim)
     window = {"window": 4096, "sinks": 4}
-    found["decode-bf16-d64-r3-window"] = lambda: decode_variant("bf16", 64, 3, **window)
-    found["prefill-bf16-d64-r3-window"] = lambda: prefill_variant("bf16", 64, 3, **window)
+    found["decode-bf16-d64-r3-window"] = partial(decode_variant, "bf16", 64, 3, **window)
+    found["prefill-bf16-d64-r3-window"] = partial(prefill_variant, "bf16", 64, 3, **window)
     for kv_format in ("bf16", "fp8", "int8", "int4"):
-        found[f"rope-{kv_format}-d128"] = lambda f=kv_format: rope_variant(f, 128)  # type: ignore[misc]
+        found[f"rope-{kv_format}-d128"] = partial(rope_variant, kv_format, 128)
     found["add-rms-norm"] = norm_variant
     found["silu-mul"] = silu_variant
     for rows in (8, 64):
-        found[f"int8-linear-m{rows}"] = lambda m=rows: int8_variant(m)  # type: ignore[misc]
-        found[f"q8_0-linear-m{rows}"] = lambda m=rows: q8_0_variant(m)  # type: ignore[misc]
-        found[f"int4-linear-m{rows}"] = lambda m=rows: int4_variant(m)  # type: ignore[misc]
-    found["sample-uniforms"] = lambda: sample_variant("uniforms")
-    found["sample-seeds"] = lambda: sample_variant("seeds")
+        found[f"int8-linear-m{rows}"] = partial(int8_variant, rows)
+        found[f"q8_0-linear-m{rows}"] = partial(q8_0_variant, rows)
+        found[f"int4-linear-m{rows}"] = partial(int4_variant, rows)
+    found["sample-uniforms"] = partial(sample_variant, "uniforms")
+    found["sample-seeds"] = partial(sample_variant, "seeds")
     return found
 
 
