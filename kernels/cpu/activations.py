@@ -40,8 +40,11 @@ _SMALLEST = np.float32(1e-30)  # below, a scale would be no normal number; the c
 
 
 @inlined
-def _round_group(v0, v1, v2, v3, codes, scales, sums, group):
-    """Round 32 floats to group `group` of a plane; returns what is left over of them."""
+def _round_group(v0, v1, v2, v3, codes, scales, group):
+    """Round 32 floats to group `group` of a plane; returns scale x sum of the codes, and the rest.
+
+    The rest is what is left over of the 32 floats.
+    """
     top = larger(larger(magnitude(v0), magnitude(v1)), larger(magnitude(v2), magnitude(v3)))
     most = largest(top)
     inverse = repeated(_LARGEST_BYTE / most if most > _SMALLEST else np.float32(0))
@@ -55,9 +58,9 @@ def _round_group(v0, v1, v2, v3, codes, scales, sums, group):
     scale = most / _LARGEST_BYTE + total(bad)
     scales[group] = scale
     code_sum = total_ints(add_ints(add_ints(c0, c1), add_ints(c2, c3)))
-    sums[group] = scale * np.float32(code_sum)
     each = repeated(-scale)
     return (
+        scale * np.float32(code_sum),
         add_floats(v0, multiply(each, to_floats(c0))),
         add_floats(v1, multiply(each, to_floats(c1))),
         add_floats(v2, multiply(each, to_floats(c2))),
@@ -69,17 +72,19 @@ def _round_group(v0, v1, v2, v3, codes, scales, sums, group):
 def quantize_groups(x, x_at, codes, scales, sums, group_at, groups, planes, plane_groups):
     """Round `groups` groups of 32 floats from x[x_at] on to `planes` (1 or 2) planes of int8.
 
-    In each plane the first is number `group_at` in `codes` [groups of 32], `scales` and `sums` (one
-    a group); `plane_groups` is the number of groups in a plane.
+    In each plane the first is number `group_at` of the `plane_groups` groups of `codes` and
+    `scales`; `sums` has one value a group, for both planes.
     """
     for i in range(groups):
         here, to = x_at + GROUP * i, group_at + i
         v0, v1 = load_floats(x, here), load_floats(x, here + 8)
         v2, v3 = load_floats(x, here + 16), load_floats(x, here + 24)
-        for plane in range(planes):
-            v0, v1, v2, v3 = _round_group(
-                v0, v1, v2, v3, codes, scales, sums, to + plane * plane_groups
-            )
+        x_sum, v0, v1, v2, v3 = _round_group(v0, v1, v2, v3, codes, scales, to)
+        if planes == 2:
+            second = to + plane_groups
+            more, v0, v1, v2, v3 = _round_group(v0, v1, v2, v3, codes, scales, second)
+            x_sum += more
+        sums[to] = x_sum
 
 
 @kernel

@@ -63,7 +63,7 @@ def _run(
     elif weight.format == "int4":
         codes = np.empty(planes * rows * width, np.int8)
         scales = np.empty(planes * rows * width // GROUP, np.float32)
-        sums = np.empty_like(scales)
+        sums = np.empty(rows * width // GROUP, np.float32)
         team.run(steps.int4_step, x, rows, data, out, width, codes, scales, sums, planes, y, each)
     else:
         codes, scales = np.empty(rows * width, np.int16), np.empty(rows, np.float32)

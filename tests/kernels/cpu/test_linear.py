@@ -87,15 +87,18 @@ def test_activations_are_rounded_to_the_codes_of_the_reference() -> None:
     from pdlab_kernels.cpu.activations import quantize_groups, quantize_row
 
     x = torch.cat([rows_of(3, 96), torch.zeros(1, 96), torch.full((1, 96), 1e-42)])
-    codes, scales, sums = np.empty((2, 5 * 96), np.int8), *np.empty((2, 2, 15), np.float32)
-    flat = codes.reshape(-1), scales.reshape(-1), sums.reshape(-1)
-    quantize_groups(x.view(-1).numpy(), 0, *flat, 0, 15, 2, 15)
+    codes, scales = np.empty((2, 5 * 96), np.int8), np.empty((2, 15), np.float32)
+    sums, expected_sums = np.empty(15, np.float32), torch.zeros(5, 3)
+    flat = x.view(-1).numpy()
+    quantize_groups(flat, 0, codes.reshape(-1), scales.reshape(-1), sums, 0, 15, 2, 15)
     rest = x
     for plane in range(2):
-        given = reference.quantize_groups(rest)
-        for found, expected in zip((codes, scales, sums), given, strict=True):
-            np.testing.assert_array_equal(found[plane], expected.numpy().reshape(-1))
-        rest = rest - (given[0].view(5, 3, 32) * given[1][..., None]).view(5, 96)
+        plane_codes, plane_scales, plane_sums = reference.quantize_groups(rest)
+        np.testing.assert_array_equal(codes[plane], plane_codes.numpy().reshape(-1))
+        np.testing.assert_array_equal(scales[plane], plane_scales.numpy().reshape(-1))
+        rest = rest - (plane_codes.view(5, 3, 32) * plane_scales[..., None]).view(5, 96)
+        expected_sums += plane_sums
+    np.testing.assert_array_equal(sums, expected_sums.numpy().reshape(-1))
     wide, row_scales = np.empty(5 * 96, np.int16), np.empty(5, np.float32)
     for row in range(5):
         quantize_row(x.view(-1).numpy(), 96 * row, wide, row_scales, row, 96)
