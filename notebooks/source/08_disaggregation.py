@@ -91,8 +91,8 @@ wb.show(wb.figures.token_rows(runs, lab.LABELS, title))
 # * *Two engines*: the document fell to one of the two. Its chats stand still, for as long or longer,
 #   since half of the cores reads it. The other two chats do not notice.
 # * *Disaggregated*: no prompt is ever computed where the chats are written. They hardly notice. (A
-#   little: both cores share one memory.) Between the first tick of each row and the second one, K
-#   and V travelled. You cannot see it, and that is the point.
+#   little: both cores share one memory.) Before the second tick of each row K and V travelled. You
+#   cannot see it, and that is the point.
 
 # %%
 outcomes = {name: lab.Outcome.of(run) for name, run in runs.items()}
@@ -203,11 +203,11 @@ guess.predict(
 
 # %%
 label_of = lab.labels_of(runs[lab.APART])
-for t in runs[lab.APART].transfers:
+for place, t in enumerate(runs[lab.APART].transfers):
     print(
         f"{label_of[t.request_id]:9} {t.num_tokens:4} tokens, {t.num_bytes:11,} bytes:"
-        f" {t.num_bytes / t.num_tokens / 1024:.0f} KiB a token, in"
-        f" {(t.ready_s - t.start_s) * 1e3:5.0f} ms   counted, measured"
+        f" {t.num_bytes / t.num_tokens / 1024:.0f} KiB a token, there"
+        f" {lab.waited_s(runs[lab.APART], place) * 1e3:4.1f} ms after the prompt's end"
     )
 print()
 for shape in lab.shapes(model):
@@ -341,10 +341,11 @@ for way, run in full.items():
 #   the second one waits for room. The K and V stay in the prefill worker's memory: *that* is the
 #   queue, and it can fill up, too.
 #
-# So push is ahead by about the time that two prompts take, where the receiver is full; stream is
-# ahead by the transfer, where it is not. And look at what a benchmark would say that reports TTFT
-# alone: the first tokens of prompts 3 and 4 come early with push, and nobody can do anything with
-# them. (SGLang has room allotted before the prefill, so that none is computed in vain. DistServe
+# Compare the second tokens. Prompts 1 and 2, for whom there is room, are ahead with *stream*: their K
+# and V left while they were computed, and with push they wait until the sender has a moment between
+# two steps. Prompts 3 and 4 are ahead with *push*: they were computed while they waited. And look at
+# what a benchmark would say that reports TTFT alone: with push the first tokens of prompts 3 and 4
+# come early, and nobody can do anything with them. (SGLang has room allotted before the prefill, so that none is computed in vain. DistServe
 # lets the decode side pull when it can: the prefill side's memory is the queue, which its authors
 # want for bursts.)
 #
