@@ -209,8 +209,9 @@ def plan_prefill_attention(
         block_m, block_n = 32, 32
     else:
         few_rows = num_tokens * ratio <= 64 * num_sequences
-        # Heads that are padded take the registers of the next power of two, and their masks.
-        block_m, block_n = 64 if few_rows else 128, 64 if head_dim in (64, 128) else 32
+        # Wide heads leave no registers on sm_80 for more: padding and a window take some.
+        roomy = head_dim == 64 or (head_dim == 128 and window is None)
+        block_m, block_n = 64 if few_rows else 128, 64 if roomy else 32
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     args = _args(q, k, v, block_tables, context_lens, scale, window, sinks, reach)
     args |= {"out_ptr": out, "starts_ptr": query_starts, "num_sequences": num_sequences}

@@ -105,11 +105,13 @@ def decode_variant(kv_format: str, head_dim: int, ratio: int = 4, **window: int)
     return attention.plan_decode_attention(q, parts, parts, tables, lens, **window)[1]
 
 
-def prefill_variant(kv_format: str, head_dim: int, ratio: int = 4, **window: int) -> list[Launch]:
+def prefill_variant(
+    kv_format: str, head_dim: int, ratio: int = 4, tokens: int = 2048, **window: int
+) -> list[Launch]:
     parts = kv_parts(kv_format, head_dim)
     dtype = torch.float32 if kv_format == "fp32" else torch.bfloat16
     tables, lens = meta(8, 512, dtype=torch.int32), meta(8, dtype=torch.int32)
-    starts, q = meta(9, dtype=torch.int32), meta(2048, 8 * ratio, head_dim, dtype=dtype)
+    starts, q = meta(9, dtype=torch.int32), meta(tokens, 8 * ratio, head_dim, dtype=dtype)
     return [attention.plan_prefill_attention(q, parts, parts, tables, starts, lens, **window)[1]]
 
 
@@ -169,6 +171,9 @@ def variants() -> dict[str, Callable[[], list[Launch]]]:
     found["decode-bf16-d64-r3-window"] = partial(decode_variant, "bf16", 64, 3, **window)
     found["prefill-bf16-d64-r3-window"] = partial(prefill_variant, "bf16", 64, 3, **window)
     for kv_format in ("bf16", "fp8", "int8", "int4"):
+        name = f"prefill-{kv_format}-d128"
+        found[f"{name}-window"] = partial(prefill_variant, kv_format, 128, **window)
+        found[f"{name}-short"] = partial(prefill_variant, kv_format, 128, tokens=64)
         found[f"rope-{kv_format}-d128"] = partial(rope_variant, kv_format, 128)
     found["add-rms-norm"] = norm_variant
     found["silu-mul"] = silu_variant

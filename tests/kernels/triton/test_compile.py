@@ -15,12 +15,22 @@ from pdlab_kernels.triton.resources import SHARED_LIMITS, Resources
 
 from ...helpers import ROOT
 
-ON_BOTH = ["bf16-d128", "int4-d128", "norm", "silu", "linear-m8", "sample-uniforms"]
+ON_BOTH = [
+    "decode-bf16-d128",
+    "decode-int4-d128",
+    "rope-int4",
+    "norm",
+    "silu",
+    "linear-m8",
+    "sample-uniforms",
+]
 ON_ONE = {
-    80: ["prefill-fp8-d128", "prefill-int8-d128"],
-    90: ["fp8-d128", "decode-int8-d128", "linear-m64", "sample-seeds"],
-}
-"""Compiling takes a second or two a variant, so not all are compiled twice."""
+    80: ["prefill-fp8-d128-short", "prefill-int8-d128-window", "prefill-bf16-d128-window"],
+    90: ["prefill-bf16-d128-short", "prefill-int4-d128-window", "decode-fp8", "linear-m64",
+         "rope-bf16", "sample-seeds"],
+}  # fmt: skip
+"""Compiling takes a second or two a variant, so not all are compiled here: of prefill, those
+that take most registers."""
 KERNELS = {
     "decode_attention_kernel", "reduce_splits_kernel", "prefill_attention_kernel",
     "rope_and_write_kv_kernel", "add_rms_norm_kernel", "silu_mul_kernel", "int8_linear_kernel",
