@@ -48,6 +48,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[s
 def test_kernels_do_what_their_references_do(
     name: str, outcomes: dict[str, list[tuple[str, str]]]
 ) -> None:
-    assert len(outcomes[name]) > 10, "its tests were not run"
+    assert len(outcomes[name]) >= 10, "its tests were not run"
     failed = [f"{test}\n{problem}" for test, problem in outcomes[name] if problem]
     assert not failed, "\n\n".join(failed)
