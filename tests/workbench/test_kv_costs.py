@@ -212,7 +212,7 @@ def test_recorded_windows_show_what_sinks_are_for() -> None:
 
 
 def test_unknown_studies_are_refused() -> None:
-    with pytest.raises(ValueError, match="name='formats' is not one of .*kv_formats"):
+    with pytest.raises(ValueError, match=r"name='formats' is not one of .*kv_formats"):
         recorded_study("formats")
 
 
