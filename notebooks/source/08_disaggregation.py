@@ -278,7 +278,9 @@ from pdlab.costmodel import StepShape, causal_pairs
 h100, _ = lab.devices("h100-sxm", "l4")
 shape = lab.shapes(model)[2]
 prefill_s = h100.step_s(StepShape(1, 4096, causal_pairs(0, 4096), 0, 0))
-print(f"{shape.name}; prefill {prefill_s * 1e3:.0f} ms, or {2 * prefill_s * 1e3:.0f} ms   predicted")
+print(
+    f"{shape.name}; prefill {prefill_s * 1e3:.0f} ms, or {2 * prefill_s * 1e3:.0f} ms   predicted"
+)
 print("link       all of it   left over, layer by layer   at half of the peak")
 sizes = shape.config.num_layers, 4096 * shape.bytes_per_token
 for fast, slow_prefill in zip(
@@ -683,7 +685,9 @@ wb.PDLab(model, step_times=twin.times["p0"])
 # %%
 formats = {147456: "bf16", 73728: "int8", 524288: "bf16 without GQA (as Llama-2-7B)"}
 l4 = lab.decode_elsewhere("h100-sxm", "l4", list(formats))
-print(f"the prompt takes {l4.fast.ttft_s * 1e3:.0f} ms on an H100, {l4.slow.ttft_s * 1e3:.0f} ms on an")
+print(
+    f"the prompt takes {l4.fast.ttft_s * 1e3:.0f} ms on an H100, {l4.slow.ttft_s * 1e3:.0f} ms on an"
+)
 print(f"L4; K and V in bf16 are {1024 * 147456 / 1e6:.0f} MB   predicted by rooflines")
 guess.predict(
     "The last token is sooner than on the L4 alone, if the link has more than about",
@@ -700,7 +704,9 @@ guess.compare("link", lab.nearest(known, least), kind="predicted", note=note)
 
 # %%
 print("            pays        first token        last token              H100 must cost at least")
-print("write on    from       split   alone      split   alone   H100     one request   full memory")
+print(
+    "write on    from       split   alone      split   alone   H100     one request   full memory"
+)
 for name in ("a100-80gb", "rtx-3090", "l4", "epyc-7763"):
     e = lab.decode_elsewhere("h100-sxm", name, [147456], [1.25e9])
     split = e.points[0].split
@@ -710,7 +716,9 @@ for name in ("a100-80gb", "rtx-3090", "l4", "epyc-7763"):
         f" {e.fast.e2e_s:5.2f} s {e.least_price:8.1f} times"
         f" {lab.price_when_full('h100-sxm', name):7.1f} times"
     )
-print("read on an H100; 10 Gb/s between; the first columns for one request   predicted by rooflines")
+print(
+    "read on an H100; 10 Gb/s between; the first columns for one request   predicted by rooflines"
+)
 
 # %% [markdown]
 # (The CPU keeps weights in 16 bits and computes in fp32.) Two questions, and they are often mixed up:
