@@ -57,6 +57,7 @@ def small(tmp_path: Path) -> Path:
 
 
 def run(package: Path, **environment: str) -> list[str]:
+    environment = {"PDLAB_CPU_KERNELS": TARGET} | environment
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(package.parent)],
         env=os.environ | {"XDG_CACHE_HOME": str(package.parents[1] / "cache")} | environment,
@@ -67,7 +68,7 @@ def run(package: Path, **environment: str) -> list[str]:
     return result.stdout.split()
 
 
-def test_code_is_kept_until_any_module_changes(small: Path) -> None:
+def test_code_is_kept_until_any_module_or_the_target_changes(small: Path) -> None:
     value, hits, folder = run(small)
     assert (value, hits) == ("1", "0")
     assert run(small) == ["1", "1", folder]
@@ -76,13 +77,11 @@ def test_code_is_kept_until_any_module_changes(small: Path) -> None:
     value, hits, other = run(small)
     assert (value, hits) == ("2", "0")
     assert other != folder
+    if TARGET != "plain":
+        value, hits, plain = run(small, PDLAB_CPU_KERNELS="plain")
+        assert (value, hits) == ("2", "0")
+        assert plain == other.removesuffix(f"-{TARGET}") + "-plain"
     assert not list(small.rglob("*.nbi"))
-
-
-def test_targets_do_not_share_code(small: Path) -> None:
-    first = run(small, PDLAB_CPU_KERNELS="plain")
-    assert first[2].endswith("-plain")
-    assert run(small, PDLAB_CPU_KERNELS="plain")[1] == "1"
 
 
 def test_kernels_run_where_nothing_can_be_written(small: Path) -> None:

@@ -193,6 +193,29 @@ def test_an_exception_in_the_caller_leaves_the_team_usable(error) -> None:
             np.testing.assert_array_equal(table, wanted)
 
 
+def test_an_exception_in_the_caller_waits_for_a_chunk_that_a_helper_holds() -> None:
+    """Or the helper would write into arrays that the caller thinks are its own again."""
+    caller, finished = threading.current_thread(), []
+    held, goes_on = threading.Event(), threading.Event()
+
+    def fail(counters: np.ndarray, step: int) -> None:
+        if threading.current_thread() is caller:
+            assert held.wait(60)
+            threading.Timer(0.05, goes_on.set).start()
+            raise RuntimeError("the caller fails")
+        assert next_chunk(counters, step, 0, 2, False) == 0
+        held.set()
+        assert goes_on.wait(60)
+        finished.append(next_chunk(counters, step, 0, 2, True))
+
+    with Team(2) as team:
+        with pytest.raises(RuntimeError, match="the caller fails"):
+            team.run(fail)
+        waited = goes_on.is_set()
+    assert waited
+    assert finished == [NONE]  # the other chunk is not given out any more
+
+
 def test_ctrl_c_during_a_step_is_raised_after_it_and_leaves_the_team_usable() -> None:
     wanted, table = expected(20_000), first_row()
     with Team(2) as team:
