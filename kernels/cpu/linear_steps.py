@@ -3,7 +3,9 @@
 from .activations import quantize_groups, quantize_row
 from .chunks import NONE, next_chunk
 from .compiled import inlined, kernel
-from .products import fp32_rows, int4_rows, int8_rows
+from .product_fp32 import fp32_rows
+from .product_int4 import int4_rows
+from .product_int8 import int8_rows
 from .weights import GROUP, PANEL
 
 
