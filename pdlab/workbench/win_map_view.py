@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import traitlets
 
 from pdlab.disagg.simulated.search import Candidate
+from pdlab.disagg.simulated.win_map import PACES
 from pdlab.disagg.simulated.win_map import WinMap as Map
+from pdlab.machine import num_cores
+from pdlab.requirements import require_choice
 from pdlab.workbench.background import Background, Report
 from pdlab.workbench.lab import NOTHING, Lab, refuse_unknown
 from pdlab.workbench.pd_lab_settings import LINK_NAMES, MODE_NAMES
@@ -17,9 +21,11 @@ from pdlab.workbench.policy_lab_data import in_words
 from pdlab.workbench.win_map_data import (
     DESCRIPTIONS,
     MACHINES,
+    SHORT_S,
     TIE,
     UNIT,
     MapSettings,
+    by_pace,
     compute,
     load_shipped,
     plain,
@@ -27,6 +33,13 @@ from pdlab.workbench.win_map_data import (
 
 SETTABLE = tuple(field.name for field in fields(MapSettings) if field.name != "seed")
 NUM_WORKERS = (2, 3, 4, 6, 8)
+PACE_NAMES = {"tpot": "TPOT", "itl": "p99 gap"}
+"""What each measure is called, in front of its limit."""
+PACE_HINTS = {
+    "tpot": "mean gap between a request's tokens: a stall is spread over all of them",
+    "itl": "99 of 100 gaps between a request's tokens are within the limit: stalls show",
+}
+MOST_PROCESSES = 8
 
 
 class _Work(Background):
@@ -36,28 +49,43 @@ class _Work(Background):
         super().__init__(report)
         self.settings = settings
         self.num_runs = len(settings.tried()) * len(settings.rates_rps())
+        self._num_done = 0
 
     def _serve(self) -> dict[str, Any]:
-        return compute(self.settings, on_run=self._on_run)
+        processes = _num_processes()
+        return compute(self.settings, least_s=SHORT_S, num_processes=processes, on_run=self._on_run)
 
-    def _on_run(self, _done: int, _of: int, candidate: Candidate, rate_rps: float) -> None:
-        self._tell(ended=1, stage=f"{candidate}, {rate_rps:.3g}/s a device")
+    def _on_run(self, done: int, _of: int, candidate: Candidate, rate_rps: float) -> None:
+        newly, self._num_done = done - self._num_done, done
+        self._tell(ended=newly, stage=f"{candidate}, {rate_rps:.3g}/s a device")
+
+
+def _num_processes() -> int:
+    """One a core; only one where a script would be run again by each process that it spawns."""
+    if getattr(sys.modules["__main__"], "__file__", None):
+        return 1
+    return min(MOST_PROCESSES, num_cores())
 
 
 class WinMap(Lab):
     """A tile for each pair of limits: the way of serving with the most goodput per device.
 
     Pointing at a tile, or going there with the arrow keys, shows the goodput of every way at these
-    limits and which cluster of that way has it. "Compute" simulates the map of other settings, with
-    progress, while the kernel stays usable; it can be stopped.
+    limits and which cluster of that way has it. Pace is the mean gap between a request's tokens
+    (TPOT), or its p99 gap, since a mean hides stalls; both are read off the same runs. "Compute"
+    simulates the map of other settings, with progress, while the kernel stays usable; it can be
+    stopped.
 
         wb.WinMap()              # A100s with OPT-13B, as it comes with pdlab
+        wb.WinMap(pace="itl")    # with limits on the p99 gap; `lab.pace = "tpot"` goes back
         wb.WinMap(win_map(...))  # one of your own
         lab = wb.WinMap(); lab.compute(workload="Azure code"); lab.wait()
 
     Args:
         found: a map that `pdlab.disagg.simulated.win_map.win_map` computed, or None.
         line: what it is of, in words.
+        pace: the measure to show: one of `pdlab.disagg.simulated.win_map.PACES`; None for that of
+            `found`, or the mean.
         settings: what the controls begin with, for example `link="10GbE"`.
 
     Raises:
@@ -69,27 +97,43 @@ class WinMap(Lab):
     header = traitlets.Dict().tag(sync=True)
     shown = traitlets.Dict().tag(sync=True)
     """What is drawn; see `win_map_data.plain`. Empty where nothing was computed yet."""
+    pace = traitlets.Unicode("tpot").tag(sync=True)
+    """How pace is measured: `tpot` for the mean gap of a request, `itl` for its p99 gap."""
     workload = traitlets.Unicode().tag(sync=True)
     num_workers = traitlets.Int().tag(sync=True)
     link = traitlets.Unicode().tag(sync=True)
     machine = traitlets.Unicode().tag(sync=True)
     cell = traitlets.List(trait=traitlets.Int()).tag(sync=True)
-    """The pair of limits that is looked at: places of TPOT and TTFT."""
+    """The pair of limits that is looked at: places of pace and TTFT."""
     work = traitlets.Dict({"state": NOTHING}).tag(sync=True)
     """What is being computed, and how far it is."""
     _work: _Work | None = None  # also for `close` of a widget that was refused
 
-    def __init__(self, found: Map | None = None, *, line: str = "", **settings: Any) -> None:
+    def __init__(
+        self,
+        found: Map | None = None,
+        *,
+        line: str = "",
+        pace: str | None = None,
+        **settings: Any,
+    ) -> None:
         refuse_unknown(settings, SETTABLE)
         if found is None:
-            data = load_shipped()
+            data = load_shipped(pace or PACES[0])
         else:
             bases = {each.machine.spec.step_times.basis for each in found.candidates}
+            found = found.by(pace or found.pace)
             data = plain(found, line or "a map of your own", "; ".join(sorted(bases)))
         begin = {k: v for k, v in data.get("settings", {}).items() if k in SETTABLE}
         self._settings = MapSettings(**begin | settings).checked()
         self._following = True
-        super().__init__(header=_header(), shown=data, cell=_first_cell(data), **self._controls())
+        super().__init__(
+            header=_header(),
+            shown=data,
+            pace=data.get("pace", pace or PACES[0]),
+            cell=_first_cell(data),
+            **self._controls(),
+        )
         self._following = False
         self.on_msg(self._on_message)
 
@@ -106,7 +150,8 @@ class WinMap(Lab):
         counts = [f"{name} in {tiles.count((i,))}" for i, name in enumerate(names)]
         counts += [f"tied (within {TIE:.0%}) in {sum(len(best) > 1 for best in tiles)}"]
         return (
-            f"WinMap: {self.shown['line']}: of {len(tiles)} pairs of limits on TTFT and TPOT, "
+            f"WinMap: {self.shown['line']}: of {len(tiles)} pairs of limits on TTFT and "
+            f"{PACE_NAMES[self.pace]}, "
             f"most goodput per device has {', '.join(counts)}. {self.shown['basis']}"
         )
 
@@ -154,7 +199,8 @@ class WinMap(Lab):
             self._show_work("stopped", **told)
         else:
             with self.hold_sync():
-                self.shown, self.cell = report.run, _first_cell(report.run)
+                self.shown = by_pace(report.run, self.pace)
+                self.cell = _first_cell(self.shown)
                 self._show_work("done", **told)
         self._work = None
 
@@ -180,6 +226,16 @@ class WinMap(Lab):
             return value
         self._set({name: value})
         return getattr(self._settings, name)
+
+    @traitlets.validate("pace")
+    def _check_pace(self, proposal: Any) -> str:
+        value: str = proposal["value"]
+        require_choice("pace", value, PACES)
+        return value
+
+    @traitlets.observe("pace")
+    def _show_pace(self, _change: Any) -> None:
+        self.shown = by_pace(self.shown, self.pace)
 
     @traitlets.validate("cell")
     def _check_cell(self, proposal: Any) -> list[int]:
@@ -207,6 +263,7 @@ class WinMap(Lab):
     def _actions(self, content: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
         return {
             "set": lambda: self._set(content["values"]),
+            "pace": lambda: setattr(self, "pace", content["pace"]),
             "compute": self._begin,
             "stop": self.stop,
         }
@@ -219,8 +276,11 @@ def _header() -> dict[str, Any]:
         "num_workers": list(NUM_WORKERS),
         "links": list(LINK_NAMES),
         "mode_names": MODE_NAMES,
+        "pace_names": PACE_NAMES,
+        "pace_hints": PACE_HINTS,
         "unit": UNIT,
         "tie": TIE,
+        "short_s": SHORT_S,
     }
 
 

@@ -203,6 +203,16 @@ def tiles_tell(page) -> None:
     page.keyboard.press("ArrowDown")
     assert win.get_attribute("data-at") == "1,1"
     assert page.locator(".jp-Cell.jp-mod-selected .pd-win-map").count() == 1
+    before = tiles.all_text_contents()
+    win.locator("input[value=itl]").check(force=True)
+    page.wait_for_selector(".pd-win-map[data-pace=itl]", timeout=20_000)
+    assert "p99 gap" in win.locator(".pd-wm-corner").text_content()
+    assert tiles.all_text_contents() != before
+    assert win.get_attribute("data-at") == "1,1"
+    screenshot(win, "win-map-itl")
+    win.locator("input[value=tpot]").check(force=True)
+    page.wait_for_selector(".pd-win-map[data-pace=tpot]", timeout=20_000)
+    assert tiles.all_text_contents() == before
 
 
 def a_map_is_computed_and_stopped(page) -> None:

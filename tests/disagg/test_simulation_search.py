@@ -19,12 +19,14 @@ from pdlab.disagg.simulated.search import (
     at_rate,
     attainment,
     candidates,
+    counted,
     search,
     simulate_at,
 )
 from pdlab.disagg.simulated.spec import SimulatedSpec
-from pdlab.disagg.simulated.win_map import attainments, win_map
+from pdlab.disagg.simulated.win_map import attainments, p99_gap_s, win_map
 from pdlab.disagg.transport.link import Link
+from pdlab.engine import RequestMetrics
 from pdlab.workload.serving import SLO
 from pdlab.workload.traces import TraceRequest
 
@@ -118,14 +120,22 @@ def test_every_cluster_of_so_many_devices():
         "4 x one, chunked, chunks of 128",
     ]
     assert [each for each in found if "P" in each] == [
-        "1P3D of one",
-        "2P2D of one",
-        "3P1D of one",
-        "2P1D of one and two",
-        "1P2D of two and one",
-        "1P1D of two",
+        "1P3D of one, stream",
+        "2P2D of one, stream",
+        "3P1D of one, stream",
+        "2P1D of one and two, stream",
+        "1P2D of two and one, stream",
+        "1P1D of two, stream",
     ]
     assert all(each.num_devices == 4 for each in candidates([ONE, TWO], 4))
+
+
+def test_every_way_of_a_transfer_is_tried():
+    found = candidates([ONE], 3, transfers=("stream", "push"), modes=["disaggregated"])
+    names = [str(each) for each in found]
+    assert names == [
+        f"{ratio} of one, {how}" for how in ("stream", "push") for ratio in ("1P2D", "2P1D")
+    ]
 
 
 def test_the_best_comes_first_and_all_are_told():
@@ -181,8 +191,35 @@ def test_one_run_tells_of_all_pairs():
     run = simulate_at(PAIR, REQUESTS, 10.0)
     ttfts_s, tpots_s = [0.05, 0.1, 0.2, 1.0], [0.012, 0.02, 1.0]
     expected = [[attainment(run, SLO(ttft, tpot)) for ttft in ttfts_s] for tpot in tpots_s]
-    assert attainments(run, ttfts_s, tpots_s) == pytest.approx(np.array(expected))
+    by_mean, by_gap = attainments(run, ttfts_s, tpots_s)
+    assert by_mean == pytest.approx(np.array(expected))
     assert len(set(np.array(expected).ravel())) > 4
+    assert (by_gap <= by_mean).all(), "with so few gaps the p99 is the longest"
+    assert by_gap.sum() < by_mean.sum()
+
+
+def test_a_stall_hides_in_the_mean_and_not_in_the_p99_gap():
+    steady = RequestMetrics(0.0, token_times_s=[0.01 * i for i in range(101)])
+    assert p99_gap_s(steady) == pytest.approx(0.01)
+    once = RequestMetrics(
+        0.0, token_times_s=[t + (i > 50) for i, t in enumerate(steady.token_times_s)]
+    )
+    assert p99_gap_s(once) == pytest.approx(0.01), "1 of 100 gaps is free"
+    twice = RequestMetrics(
+        0.0, token_times_s=[t + (i > 70) for i, t in enumerate(once.token_times_s)]
+    )
+    assert p99_gap_s(twice) == pytest.approx(1.01)
+    assert twice.tpot_s == pytest.approx(0.03)
+    short = RequestMetrics(0.0, token_times_s=[0.0, 0.01, 0.5])
+    assert p99_gap_s(short) == pytest.approx(0.49)
+    assert p99_gap_s(RequestMetrics(0.0, token_times_s=[1.0])) == 0
+
+
+def test_what_comes_while_the_queue_is_still_empty_does_not_count():
+    run = simulate_at(Candidate("prefill first", ONE), REQUESTS, 15.0, least_s=40.0)
+    last_s = run.requests[-1].metrics.arrival_s
+    assert counted(run) == [r for r in run.requests if r.metrics.arrival_s >= 0.2 * last_s]
+    assert attainment(run, SLO(2.0, 1.0)) < np.mean([r.meets(SLO(2.0, 1.0)) for r in run.requests])
 
 
 def test_the_map_agrees_with_the_search():
@@ -190,6 +227,15 @@ def test_the_map_agrees_with_the_search():
     ttfts_s, tpots_s = [0.15, 0.4], [0.013, 0.03]
     rates_rps = [2 * 1.25**i for i in range(10)]
     runs = []
+
+    def num_needed(candidate: Candidate) -> int:
+        """Rates up to the first that misses the widest limits."""
+        for number, rate_rps in enumerate(rates_rps, 1):
+            run = simulate_at(candidate, REQUESTS, rate_rps * 3)
+            if attainment(run, SLO(0.4, 0.03)) < 0.9:
+                return number
+        return len(rates_rps)
+
     found = win_map(
         tried,
         REQUESTS,
@@ -199,7 +245,11 @@ def test_the_map_agrees_with_the_search():
         least_s=0.0,
         on_run=lambda *told: runs.append(told),
     )
-    assert len(runs) == 40, "each candidate once at each rate"
+    assert runs[-1][:2] == (40, 40)
+    assert [(told[2], told[3]) for told in runs] == [
+        (each, rate) for each in tried for rate in rates_rps[: num_needed(each)]
+    ]
+    assert found.num_runs == len(runs) < 40, "where the widest limits are missed, all are"
     assert found.goodput.shape == (3, 2, 2)
     assert found.modes == ["prefill first", "chunked", "disaggregated"]
     for i, candidate in enumerate(tried):
@@ -210,6 +260,37 @@ def test_the_map_agrees_with_the_search():
     best = found.best("disaggregated", 1, 1)
     assert best.mode == "disaggregated"
     assert str(found).count("*") == (found.winner >= 0).sum()
+
+
+def test_pace_by_the_p99_gap_is_another_map():
+    found = win_map(
+        [PAIR, Candidate("prefill first", ONE, 2)], REQUESTS, [1.0], [0.02], [2, 8], least_s=8.0
+    )
+    by_gap = found.by("itl")
+    assert (by_gap.goodput <= found.goodput).all()
+    assert by_gap.goodput[1, 0, 0] < found.goodput[1, 0, 0], "prompts make outputs wait"
+    assert "ITL" in str(by_gap)
+    with pytest.raises(ValueError, match="pace='mean'"):
+        found.by("mean")
+
+
+def test_processes_find_the_same():
+    tried = list(candidates([ONE], 2, chunk_sizes=(64,)))
+    how = {"requests": REQUESTS[:20], "ttfts_s": [0.2], "tpots_s": [0.02], "rates_rps": [2, 8, 32]}
+    alone = win_map(tried, **how, least_s=0.0)
+    told = []
+    beside = win_map(tried, **how, least_s=0.0, num_processes=2, on_run=lambda *x: told.append(x))
+    assert (beside.by_pace == alone.by_pace).all()
+    assert (beside.num_runs, told[-1][:2]) == (alone.num_runs, (9, 9))
+
+
+def test_what_is_told_can_end_it():
+    def stop(*_told: object) -> None:
+        raise KeyError("enough")
+
+    tried = [PAIR] * 3
+    with pytest.raises(KeyError, match="enough"):
+        win_map(tried, REQUESTS[:20], [1], [1], [1, 2], least_s=0.0, num_processes=2, on_run=stop)
 
 
 # --- break-even ----------------------------------------------------------------------------------

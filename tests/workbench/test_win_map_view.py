@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from pdlab.workbench.win_map_data import (
     TIE,
     MapSettings,
     _best_modes,
-    compute,
+    by_pace,
     load_shipped,
     plain,
     save,
@@ -49,8 +49,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(data_module, "LOADS", (0.1, 0.6))
     monkeypatch.setattr(data_module, "NUM_REQUESTS", 10)
     monkeypatch.setattr(data_module, "CHUNK_SIZES", (512,))
+    monkeypatch.setattr(data_module, "TRANSFERS", ("stream",))
     data_module._requests.cache_clear()
-    monkeypatch.setattr(module, "compute", partial(compute, least_s=0.0))
+    monkeypatch.setattr(module, "SHORT_S", 0.0)
     yield
     data_module._requests.cache_clear()
 
@@ -94,7 +95,33 @@ def test_a_map_survives_a_file(found: Map, tmp_path, monkeypatch: pytest.MonkeyP
     data = plain(found, "a line", "a basis")
     save(tmp_path / data_module.SHIPPED, data)
     assert load_shipped() == json.loads(json.dumps(data))
+    assert load_shipped("itl") == json.loads(json.dumps(by_pace(data, "itl")))
     assert WinMap().shown["line"] == "a line"
+
+
+def test_both_measures_of_pace_are_there(found: Map) -> None:
+    view = WinMap(found, pace="itl")
+    assert (view.pace, view.shown["pace"]) == ("itl", "itl")
+    assert view.shown["goodput"] == view.shown["by_pace"]["itl"]["goodput"]
+    assert "pairs of limits on TTFT and p99 gap" in view.summary()
+    cell = view.cell
+    view.pace = "tpot"
+    assert view.shown["goodput"] == view.shown["by_pace"]["tpot"]["goodput"]
+    assert view.shown["goodput"] != view.shown["by_pace"]["itl"]["goodput"]
+    assert view.cell == cell, "it is looked at by both"
+    with pytest.raises(ValueError, match="pace='mean'"):
+        view.pace = "mean"
+    with pytest.raises(ValueError, match="pace='mean'"):
+        WinMap(pace="mean")
+    assert view.pace == "tpot"
+    assert WinMap(found.by("itl")).pace == "itl"
+
+
+def test_the_line_says_what_was_made_of_the_workload() -> None:
+    line = MapSettings().full_line(300.0)
+    assert "300 s of traffic; 14% of the prompts cut to 2,048 tokens with the output" in line
+    assert load_shipped()["line"] == line
+    assert "cut" not in MapSettings("short chat").full_line(60.0)
 
 
 def test_the_shipped_map_is_of_the_first_settings() -> None:
@@ -112,7 +139,8 @@ def test_the_shipped_map_is_of_the_first_settings() -> None:
 def test_rates_of_the_shipped_map_go_beyond_what_any_mode_bears() -> None:
     """At the last two rates no mode meets any limits, so none is cut off."""
     rates = MapSettings().rates_rps()
-    most = max(v for grid in load_shipped()["goodput"] for row in grid for v in row)
+    by_pace = load_shipped()["by_pace"].values()
+    most = max(v for tiles in by_pace for grid in tiles["goodput"] for row in grid for v in row)
     assert most < rates[-2]
     assert load_shipped()["most_rps"] == rates[-1]
 
@@ -142,15 +170,16 @@ def test_it_computes_for_other_settings(small) -> None:
     view.compute(workload="short chat", num_workers=2, link="10GbE")
     view.wait(120)
     assert (view.work["state"], view.work["of"]) == ("done", 6)
+    assert view.shown["num_runs"] == 6, "at leisure all are needed"
     assert seen[-1] == 6
     assert "short chat on 2 x A100, OPT-13B, links 10GbE" in view.summary()
     assert view.shown["settings"]["num_workers"] == 2
 
 
 def test_it_can_be_stopped_and_keeps_its_map(found: Map, monkeypatch: pytest.MonkeyPatch) -> None:
-    def endless(settings, *, on_run):
-        while True:
-            on_run(1, 1, settings.tried()[0], 1.0)
+    def endless(settings, *, on_run, **_how):
+        for done in count(1):
+            on_run(done, done, settings.tried()[0], 1.0)
 
     monkeypatch.setattr(module, "compute", endless)
     view = WinMap(found)
@@ -194,13 +223,19 @@ def test_what_is_wrong_is_said(found: Map, name: str, value: object, words: str)
 
 
 def test_every_question_is_answered(found: Map, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "compute", lambda settings, *, on_run: plain(found, "new", "b"))
+    monkeypatch.setattr(module, "compute", lambda _settings, **_how: plain(found, "new", "b"))
     view = WinMap(found)
     for number, content in enumerate(
-        ({"type": "set", "values": {"link": "1GbE"}}, {"type": "compute"}, {"type": "stop"}), 1
+        (
+            {"type": "set", "values": {"link": "1GbE"}},
+            {"type": "pace", "pace": "itl"},
+            {"type": "compute"},
+            {"type": "stop"},
+        ),
+        1,
     ):
         view._on_message(view, {"number": number, **content}, [])
         assert (view.answered, view.message) == (number, "")
     view.wait(60)
-    assert view.link == "1GbE"
+    assert (view.link, view.pace, view.shown["pace"]) == ("1GbE", "itl", "itl")
     assert view.shown["line"] == "new"

@@ -21,7 +21,7 @@ from pdlab.disagg.simulated.spec import SimulatedSpec
 from pdlab.disagg.transport.link import Link
 from pdlab.engine import EngineConfig
 from pdlab.requirements import require_choice, require_int, require_number
-from pdlab.workload.serving import SLO
+from pdlab.workload.serving import SLO, ServedRequest
 from pdlab.workload.traces import TraceRequest
 
 MODES = ("prefill first", "chunked", "disaggregated")
@@ -32,7 +32,10 @@ SHARE = 0.9
 ALONE_RPS = 1e-3
 """So slow that each request is alone: what is not met now never is."""
 LARGEST_RPS = 1e5
-LEAST_S = 60.0
+LEAST_S = 300.0
+"""A queue that grows by a tenth of what comes takes minutes to show."""
+WARM_UP = 0.2
+"""Part of the time in which what comes does not count: seats, queues and caches begin empty."""
 NUM_BISECTIONS = 6
 """They leave 1/64 of a doubling: 1%."""
 
@@ -153,7 +156,7 @@ class Candidate:
         decoder = self.decode_machine or self.machine
         ratio = f"{self.num_workers}P{self.num_decode}D"
         names = dict.fromkeys((self.machine.name, decoder.name))
-        return f"{ratio} of {' and '.join(names)}{chunk}"
+        return f"{ratio} of {' and '.join(names)}{chunk}, {self.transfer}"
 
 
 @dataclass(frozen=True)
@@ -212,9 +215,17 @@ def simulate_at(
     return simulate_cluster(coming, candidate.workers, candidate.router)
 
 
+def counted(run: ClusterRun) -> list[ServedRequest]:
+    """Requests that came after the warm-up."""
+    first, last = (run.requests[i].metrics.arrival_s for i in (0, -1))
+    since_s = first + WARM_UP * (last - first)
+    return [request for request in run.requests if request.metrics.arrival_s >= since_s]
+
+
 def attainment(run: ClusterRun, slo: SLO) -> float:
-    """Share of all requests that meet both limits."""
-    return sum(request.meets(slo) for request in run.requests) / len(run.requests)
+    """Share of the requests after the warm-up that meet both limits."""
+    requests = counted(run)
+    return sum(request.meets(slo) for request in requests) / len(requests)
 
 
 def goodput_per_device(
@@ -281,6 +292,7 @@ def candidates(
     *,
     chunk_sizes: Sequence[int] = (512,),
     prefill_chunks: Sequence[int | None] = (None,),
+    transfers: Sequence[str] = ("stream",),
     modes: Sequence[str] = MODES,
 ) -> Iterator[Candidate]:
     """Every cluster of exactly `num_devices` of these machines.
@@ -288,6 +300,7 @@ def candidates(
     Args:
         chunk_sizes: of `chunked`.
         prefill_chunks: of those that prefill for others; None for whole prompts.
+        transfers: of `disaggregated`; some of `TRANSFERS`.
         modes: some of `MODES`.
 
     Raises:
@@ -305,12 +318,12 @@ def candidates(
                 for size in chunk_sizes:
                     yield Candidate("chunked", machine, count, chunk_size=size)
     if "disaggregated" in modes:
-        for p, d, chunk in product(machines, machines, prefill_chunks):
+        for p, d, chunk, how in product(machines, machines, prefill_chunks, transfers):
             for count in range(1, num_devices // p.spec.num_devices + 1):
                 left = num_devices - count * p.spec.num_devices
                 num_decode, rest = divmod(left, d.spec.num_devices)
                 if num_decode and not rest:
-                    yield Candidate("disaggregated", p, count, d, num_decode, chunk)
+                    yield Candidate("disaggregated", p, count, d, num_decode, chunk, how)
 
 
 def search(

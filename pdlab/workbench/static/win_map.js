@@ -14,7 +14,7 @@ class WinMap {
     this.asker = new Asker(model, () => this.drawControls());
     this.build();
     const soon = onceSoon(() => this.draw());
-    this.stop = listen(model, { "change:shown": soon, "change:message": soon, "change:cell": soon, "change:work": () => this.drawWork(), "change:workload": soon, "change:num_workers": soon, "change:link": soon, "change:machine": soon });
+    this.stop = listen(model, { "change:shown": soon, "change:message": soon, "change:cell": soon, "change:pace": soon, "change:work": () => this.drawWork(), "change:workload": soon, "change:num_workers": soon, "change:link": soon, "change:machine": soon });
     model.send({ type: "views", change: 1 });
   }
 
@@ -41,12 +41,16 @@ class WinMap {
     this.stopButton = h("button", { type: "button", hidden: true, onclick: ask("stop") }, ["Stop"]);
     this.bar = h("progress", { hidden: true, "aria-label": "simulated runs" });
     this.workText = h("span", { role: "status" });
+    this.paces = radios("pace by", (pace) => this.asker.ask({ type: "pace", pace }));
+    this.paces.sync(Object.keys(this.get("header").pace_names), this.get("header").pace_names, this.get("header").pace_hints);
+    this.paceHint = h("span.pd-hint");
     this.grid = h("div.pd-wm-grid", { role: "grid", "aria-label": "which way of serving wins at each pair of limits", onkeydown: (e) => this.onKey(e) });
     this.legend = h("div.pd-legend");
     this.detail = h("div.pd-wm-detail", { "aria-live": "polite" });
     this.foot = h("div.pd-foot");
     this.root = h("div.pdlab.pd-lab.pd-win-map", { role: "group", "aria-label": "Win map" }, [
       h("div.pd-head", {}, [this.title]), this.message,
+      h("div.pd-wm-pace", {}, [h("span.pd-pl-label", {}, ["pace by"]), this.paces.node, this.paceHint]),
       h("div.pd-wm-cols", {}, [h("div.pd-wm-map", {}, [h("div.pd-wm-axis", {}, ["TTFT limit in s →"]), this.grid, this.legend]), this.detail]),
       h("section.pd-pl-real", { "aria-label": "Other settings" }, [h("div.pd-pl-choices", {}, this.picks.map((p) => p[3])), h("div.pd-pl-realbar", {}, [this.computeButton, this.stopButton, this.bar, this.workText])]), this.foot]);
   }
@@ -62,8 +66,11 @@ class WinMap {
     this.drawTitle(map);
     this.drawGrid(map);
     this.look(...this.get("cell"));
-    clear(this.foot, provenanceTag("simulated"), h("span", {}, [`with step times ${map.basis.replace(/^simulated: /, "").replace(/^published: /, "published for ")}; router and schedulers are the real ones; goodput: the highest rate a device at which ${Math.round(100 * map.share)} % of the requests meet both limits; ${map.names.length} clusters, at rates up to ${digits(map.most_rps)}/s a device`]));
+    clear(this.foot, provenanceTag("simulated"), h("span", {}, [`with step times ${map.basis.replace(/^simulated: /, "").replace(/^published: /, "published for ")}; router and schedulers are the real ones; goodput: the highest rate a device at which ${Math.round(100 * map.share)} % of the requests meet both limits, the first fifth of the traffic not counted; ${map.names.length} clusters, ${map.num_runs} runs`]));
   }
+
+  /** What the limits on pace are limits on. */
+  pace = () => this.get("header").pace_names[this.get("pace")];
 
   name = (mode) => this.get("header").mode_names[mode] ?? mode;
 
@@ -71,13 +78,15 @@ class WinMap {
     const all = map.best_modes.flat();
     const words = map.modes.map((mode, i) => `${this.name(mode)} in ${all.filter((best) => best.length === 1 && best[0] === i).length}`);
     words.push(`tied in ${all.filter((best) => best.length > 1).length}`);
-    clear(this.title, h("b", {}, [map.line]), h("span.pd-hint", {}, [` of ${all.length} pairs of limits, most goodput per device: ${words.join(", ")}`]));
+    const [what, ...how] = map.line.split("; ");
+    const told = how.length ? `; ${how.join("; ")}. Of` : ": of";
+    clear(this.title, h("b", {}, [what]), h("span.pd-hint", {}, [`${told} ${all.length} pairs of limits, most goodput per device: ${words.join(", ")}`]));
   }
 
   drawGrid(map) {
-    const head = [h("span.pd-wm-corner", {}, ["TPOT in ms ↓"]), ...map.ttfts_s.map((s) => h("span.pd-wm-x", { role: "columnheader", "aria-label": `TTFT ${duration(s)}` }, [digits(s)]))];
+    const head = [h("span.pd-wm-corner", {}, [`${this.pace()} in ms ↓`]), ...map.ttfts_s.map((s) => h("span.pd-wm-x", { role: "columnheader", "aria-label": `TTFT ${duration(s)}` }, [digits(s)]))];
     this.tiles = map.best_modes.map((row, y) => row.map((best, x) => this.tile(map, best, y, x)));
-    const rows = map.best_modes.flatMap((_, y) => [h("span.pd-wm-y", { role: "rowheader", "aria-label": `TPOT ${duration(map.tpots_s[y])}` }, [digits(1000 * map.tpots_s[y])]), ...this.tiles[y]]);
+    const rows = map.best_modes.flatMap((_, y) => [h("span.pd-wm-y", { role: "rowheader", "aria-label": `${this.pace()} ${duration(map.tpots_s[y])}` }, [digits(1000 * map.tpots_s[y])]), ...this.tiles[y]]);
     this.grid.style.gridTemplateColumns = `max-content repeat(${map.ttfts_s.length}, minmax(0, 1fr))`;
     clear(this.grid, ...head, ...rows);
     this.drawLegend(map);
@@ -101,7 +110,7 @@ class WinMap {
     const told = best.length ? `${best.map((i) => this.name(map.modes[i])).join(" and ")}${best.length > 1 ? " tied" : ""}, ${digits(map.goodput[winner][y][x])}` : "none";
     const tied = best.length > 1 ? { "data-tied": "" } : {};
     const colors = best.length ? `--tile: var(--pd-run-${winner}); --tied: var(--pd-run-${best[1] ?? winner})` : "";
-    return h("button.pd-wm-tile", { type: "button", role: "gridcell", tabindex: -1, "aria-label": `TTFT ${duration(map.ttfts_s[x])}, TPOT ${duration(map.tpots_s[y])}: ${told}`, "data-winner": winner ?? -1, ...tied, style: colors,
+    return h("button.pd-wm-tile", { type: "button", role: "gridcell", tabindex: -1, "aria-label": `TTFT ${duration(map.ttfts_s[x])}, ${this.pace()} ${duration(map.tpots_s[y])}: ${told}`, "data-winner": winner ?? -1, ...tied, style: colors,
       onmouseenter: () => this.look(y, x), onfocus: () => this.look(y, x), onclick: () => this.keep(y, x) }, text);
   }
 
@@ -121,7 +130,7 @@ class WinMap {
       h("div.pd-wm-name", {}, [h("i.pd-swatch", { style: `background:var(--pd-run-${i})` }), h(best.includes(i) ? "b" : "span", {}, [this.name(mode)]), h("span.pd-num", {}, [values[i] ? `${values[i] >= map.most_rps ? "≥ " : ""}${digits(values[i])}` : "none"])]),
       h("div.pd-wm-track", {}, [h("div", { style: `width:${most ? (100 * values[i]) / most : 0}%;background:var(--pd-run-${i})` })]),
       h("div.pd-hint", {}, [values[i] ? map.names[map.best[i][y][x]] : "at no rate that was simulated"])]);
-    clear(this.detail, h("div.pd-wm-at", {}, [h("b", {}, [`TTFT ≤ ${duration(map.ttfts_s[x])}, TPOT ≤ ${duration(map.tpots_s[y])}`]), h("div", {}, [lead])]), ...map.modes.map(bar), h("div.pd-hint", {}, [this.get("header").unit]));
+    clear(this.detail, h("div.pd-wm-at", {}, [h("b", {}, [`TTFT ≤ ${duration(map.ttfts_s[x])}, ${this.pace()} ≤ ${duration(map.tpots_s[y])}`]), h("div", {}, [lead])]), ...map.modes.map(bar), h("div.pd-hint", {}, [this.get("header").unit]));
     this.root.dataset.at = `${y},${x}`;
   }
 
@@ -150,6 +159,9 @@ class WinMap {
 
   drawControls() {
     for (const [name, node, values] of this.picks) node.selectedIndex = values.indexOf(this.get(name));
+    this.paces.choose(this.get("pace"));
+    this.paceHint.textContent = this.get("header").pace_hints[this.get("pace")];
+    this.root.dataset.pace = this.get("pace");
     this.picks[0][1].title = this.get("header").workloads[this.get("workload")];
     this.root.dataset.answered = this.get("answered");
   }
@@ -162,9 +174,9 @@ class WinMap {
     this.bar.max = work.of ?? 1;
     this.bar.value = work.done ?? 0;
     const words = {
-      running: `${work.done} of ${work.of} runs simulated; ${work.stage}`, done: `computed from ${work.of} simulated runs`,
+      running: `${work.done} of ${work.of} runs simulated or spared; ${work.stage}`, done: `computed from ${this.get("shown").num_runs} simulated runs`,
       stopped: `Stopped after ${work.done} of ${work.of} runs: the map is the old one.`, failed: `It failed: ${work.error}`,
-      nothing: "some dozens of simulated runs, seconds each; the map stays until it is there" };
+      nothing: `a hundred or so simulated runs of ${digits(this.get("header").short_s)} s of traffic, minutes in all; the map stays until it is there` };
     this.workText.textContent = words[work.state];
     this.root.dataset.work = work.state;
   }
