@@ -53,9 +53,10 @@ LOADS = (
 more outputs at once bear more, so it goes on to 4. A cluster is tried until it misses all limits;
 where many do, steps are small: attainment falls steeply there."""
 UNIT = "requests/s and device"
-TIE = 0.05
+TIE = 0.08
 """Modes whose goodputs differ by less are tied. On the shipped map other requests of the same kind
-(`seed=1`) move the ratio of two modes by 3% at the median and by 8% at the third quartile."""
+(`seed=1`, 120 s) move the ratio of two modes by 3% at the median and by 7% (TPOT) or 11% (p99 gap)
+at the third quartile; no tile changes hands."""
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ def test_rates_of_the_shipped_map_go_beyond_what_any_mode_bears() -> None:
 
 def test_modes_that_come_near_are_tied() -> None:
     assert _best_modes(np.array([0.98, 1.0, 0.5])) == [1, 0]
-    assert _best_modes(np.array([0.94, 1.0, 1.0])) == [1, 2]
+    assert _best_modes(np.array([0.91, 1.0, 1.0])) == [1, 2]
     assert _best_modes(np.zeros(3)) == []
 
 
