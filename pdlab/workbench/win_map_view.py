@@ -263,7 +263,6 @@ class WinMap(Lab):
     def _actions(self, content: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
         return {
             "set": lambda: self._set(content["values"]),
-            "pace": lambda: setattr(self, "pace", content["pace"]),
             "compute": self._begin,
             "stop": self.stop,
         }

@@ -66,3 +66,18 @@ def test_a_tile_tells_its_mode_without_colour(page, width: int) -> None:
     assert "tied, within 8 %" in legend
     assert "none meets them" in legend
     assert "simulated" in page.locator(".pd-foot").text_content()
+
+
+def test_pace_is_measured_anew_without_a_kernel(page) -> None:
+    view = WinMap()
+    show(page, view, ".pd-win-map", 1000)
+    tiles = page.locator(".pd-wm-tile small")
+    counts = {}
+    for pace, corner in (("itl", "p99 gap in ms"), ("tpot", "TPOT in ms")):
+        page.locator(f".pd-win-map input[value={pace}]").check(force=True)
+        page.wait_for_selector(f".pd-win-map[data-pace={pace}]")
+        assert corner in page.locator(".pd-wm-corner").text_content()
+        counts[pace] = tiles.count()
+        bests = view.shown["by_pace"][pace]["best_modes"]
+        assert counts[pace] == sum(bool(best) for row in bests for best in row)
+    assert counts["itl"] < counts["tpot"]

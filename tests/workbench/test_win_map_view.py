@@ -224,11 +224,10 @@ def test_what_is_wrong_is_said(found: Map, name: str, value: object, words: str)
 
 def test_every_question_is_answered(found: Map, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "compute", lambda _settings, **_how: plain(found, "new", "b"))
-    view = WinMap(found)
+    view = WinMap(found, pace="itl")
     for number, content in enumerate(
         (
             {"type": "set", "values": {"link": "1GbE"}},
-            {"type": "pace", "pace": "itl"},
             {"type": "compute"},
             {"type": "stop"},
         ),

@@ -41,7 +41,7 @@ class WinMap {
     this.stopButton = h("button", { type: "button", hidden: true, onclick: ask("stop") }, ["Stop"]);
     this.bar = h("progress", { hidden: true, "aria-label": "simulated runs" });
     this.workText = h("span", { role: "status" });
-    this.paces = radios("pace by", (pace) => this.asker.ask({ type: "pace", pace }));
+    this.paces = radios("pace by", (pace) => this.showPace(pace));
     this.paces.sync(Object.keys(this.get("header").pace_names), this.get("header").pace_names, this.get("header").pace_hints);
     this.paceHint = h("span.pd-hint");
     this.grid = h("div.pd-wm-grid", { role: "grid", "aria-label": "which way of serving wins at each pair of limits", onkeydown: (e) => this.onKey(e) });
@@ -60,7 +60,7 @@ class WinMap {
     this.message.hidden = !this.get("message");
     this.drawControls();
     this.drawWork();
-    const map = this.get("shown");
+    const map = this.map();
     this.root.dataset.line = map.line ?? "";
     if (!map.best_modes) return clear(this.title, h("b", {}, ["Nothing was computed yet"]), ": choose settings, and compute");
     this.drawTitle(map);
@@ -71,6 +71,19 @@ class WinMap {
 
   /** What the limits on pace are limits on. */
   pace = () => this.get("header").pace_names[this.get("pace")];
+
+  /** With the tiles of the measure that is chosen: those of all are here. */
+  map() {
+    const shown = this.get("shown");
+    return { ...shown, ...shown.by_pace?.[this.get("pace")] };
+  }
+
+  showPace(pace) {
+    this.model.set("pace", pace);
+    if (this.at) this.model.set("cell", this.at);
+    this.model.save_changes();
+    this.draw();
+  }
 
   name = (mode) => this.get("header").mode_names[mode] ?? mode;
 
@@ -116,7 +129,7 @@ class WinMap {
 
   /** Show what every way serves at a pair of limits. */
   look(y, x) {
-    const map = this.get("shown");
+    const map = this.map();
     if (y === undefined || !this.tiles?.[y]?.[x]) return;
     for (const row of this.tiles) for (const tile of row) (tile.tabIndex = -1), tile.removeAttribute("data-looked");
     this.tiles[y][x].tabIndex = 0;
