@@ -119,9 +119,10 @@ def measure_cluster_agreement(
     with start(model, specs, router, seed=0) as cluster:
         hop_s = _hop_s(cluster)
         for turn in tqdm(range(repeats), disable=not progress):
-            for name, steps in _rehearse(cluster, seed + 1 + turn).items():
+            # no two runs have the seed of their prompts in common, or the later finds them cached
+            for name, steps in _rehearse(cluster, seed + 1 + 2 * turn).items():
                 samples[name] += steps
-            runs.append(replay_on_cluster(cluster, requests, seed=turn))
+            runs.append(replay_on_cluster(cluster, requests, seed=seed + 2 * turn))
         layouts = {name: host.hello.layout for name, host in cluster.hosts.items()}
     times = {name: _fit(name, steps) for name, steps in samples.items()}
     simulated = simulate_cluster(

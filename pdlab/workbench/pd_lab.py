@@ -1,4 +1,4 @@
-"""The PDLab widget: aggregated, chunked and xPyD beside each other, on the same devices."""
+"""The PDLab widget: prefill first, chunked and xPyD beside each other, on the same devices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from pdlab.workbench.pd_lab_settings import (
     DISAGGREGATED,
     LINK_NAMES,
     MODE_HINTS,
-    MODE_NAMES,
     SETTABLE,
     Settings,
     first_settings,
@@ -53,7 +52,7 @@ MOST_REAL = 100
 class PDLab(Lab):
     """Every change of a control simulates the same workload three ways, and draws them.
 
-    `aggregated`: each device serves whole requests, whole prompts first. `chunked`: each serves
+    `prefill first`: each device serves whole requests, whole prompts first. `chunked`: each serves
     whole requests, prompts in chunks beside outputs. `disaggregated`: x devices for prompts and y
     for outputs (xPyD), K and V travel between them. Router and schedulers are the real ones; what
     is simulated is how long steps and links take. What a control does not touch is not simulated
@@ -374,7 +373,7 @@ class PDLab(Lab):
     def _header(self) -> dict[str, Any]:
         devices = self._devices.items()
         return {
-            "modes": [[mode, MODE_NAMES[mode], MODE_HINTS[mode]] for mode in MODES],
+            "modes": [[mode, MODE_HINTS[mode]] for mode in MODES],
             "mixes": MIX_NAMES,
             "stages": [list(stage) for stage in STAGES],
             "machines": list(self._devices),

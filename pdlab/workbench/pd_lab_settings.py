@@ -22,7 +22,6 @@ from pdlab.workload.serving import SLO
 from pdlab.workload.traces import TraceRequest
 
 AGGREGATED, CHUNKED, DISAGGREGATED = MODES
-MODE_NAMES = {AGGREGATED: "aggregated", CHUNKED: "chunked", DISAGGREGATED: "disaggregated"}
 MODE_HINTS = {
     AGGREGATED: "each worker serves whole requests; whole prompts, before the outputs of others",
     CHUNKED: "each worker serves whole requests; prompts in chunks, beside the outputs of others",
@@ -109,7 +108,7 @@ class Settings:
 
     def name_of(self, mode: str) -> str:
         """What a column is called."""
-        return self.ratio if mode == DISAGGREGATED else f"{self.num_devices} {MODE_NAMES[mode]}"
+        return self.ratio if mode == DISAGGREGATED else f"{self.num_devices} {mode}"
 
     def line(self, mode: str) -> str:
         """A mode's settings, but the machine, in one line."""

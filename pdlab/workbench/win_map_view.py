@@ -16,7 +16,7 @@ from pdlab.machine import num_cores
 from pdlab.requirements import require_choice
 from pdlab.workbench.background import Background, Report
 from pdlab.workbench.lab import NOTHING, Lab, refuse_unknown
-from pdlab.workbench.pd_lab_settings import LINK_NAMES, MODE_NAMES
+from pdlab.workbench.pd_lab_settings import LINK_NAMES
 from pdlab.workbench.policy_lab_data import in_words
 from pdlab.workbench.win_map_data import (
     DESCRIPTIONS,
@@ -146,7 +146,7 @@ class WinMap(Lab):
         if not self.shown:
             return "WinMap: nothing was computed yet"
         tiles = [tuple(best) for row in self.shown["best_modes"] for best in row]
-        names = [MODE_NAMES.get(mode, mode) for mode in self.shown["modes"]]
+        names = self.shown["modes"]
         counts = [f"{name} in {tiles.count((i,))}" for i, name in enumerate(names)]
         counts += [f"tied (within {TIE:.0%}) in {sum(len(best) > 1 for best in tiles)}"]
         return (
@@ -274,7 +274,6 @@ def _header() -> dict[str, Any]:
         "machines": MACHINES,
         "num_workers": list(NUM_WORKERS),
         "links": list(LINK_NAMES),
-        "mode_names": MODE_NAMES,
         "pace_names": PACE_NAMES,
         "pace_hints": PACE_HINTS,
         "unit": UNIT,

@@ -12,6 +12,7 @@ import pdlab
 from pdlab.bench import disaggregation as bench
 from pdlab.bench.cluster_agreement import ClusterAgreement, measure_cluster_agreement
 from pdlab.cli.bench_disaggregation import _report
+from pdlab.disagg import replay_on_cluster
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.hosts.host import LocalHost
 from pdlab.disagg.hosts.spec import TransportSpec, make_worker
@@ -129,3 +130,21 @@ def test_the_simulated_cluster_serves_what_the_real_one_does(model, monkeypatch)
     assert found.ratio("ttft_s") == pytest.approx(
         found.simulated["ttft_s"] / found.measured[0]["ttft_s"]
     )
+
+
+def test_no_run_finds_prompts_of_another_in_the_cache(model, monkeypatch):
+    served = []
+
+    def replay(*args, **kwargs):
+        served.append(replay_on_cluster(*args, **kwargs))
+        return served[-1]
+
+    monkeypatch.setattr("pdlab.bench.cluster_agreement.HASTE", 50.0)
+    monkeypatch.setattr("pdlab.bench.cluster_agreement.NUM_REHEARSED", 4)
+    monkeypatch.setattr("pdlab.bench.cluster_agreement.replay_on_cluster", replay)
+    measure_cluster_agreement(
+        model, workload="short chat", num_requests=4, repeats=2, rate=40.0,
+        config=replace(bench.ENGINE, max_model_len=512), start=start,
+    )  # fmt: skip
+    assert len(served) == 4
+    assert [r.metrics.num_cached_tokens for run in served for r in run.requests] == [0] * 16

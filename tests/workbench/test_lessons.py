@@ -36,6 +36,7 @@ def test_there_are_lessons() -> None:
         "05_windows_and_eviction",
         "06_sampling_and_output",
         "07_scheduling",
+        "08_disaggregation",
     ]
 
 

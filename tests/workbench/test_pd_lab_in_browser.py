@@ -53,7 +53,7 @@ def test_a_tile_tells_its_mode_without_colour(page, width: int) -> None:
     view = WinMap()
     show(page, view, ".pd-win-map", width)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    letters = [view.header["mode_names"][mode][0].upper() for mode in view.shown["modes"]]
+    letters = [mode[0].upper() for mode in view.shown["modes"]]
     bests = [best for row in view.shown["best_modes"] for best in row]
     told = page.locator(".pd-wm-tile").evaluate_all(
         "(all) => all.map((t) => [t.querySelector('small')?.textContent ?? t.textContent,"

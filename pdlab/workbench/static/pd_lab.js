@@ -89,7 +89,7 @@ class PDLab {
   /** One card a way; choosing one chooses what is run for real. */
   buildCards() {
     const group = uniqueId("way");
-    this.cards = this.modes.map(([mode, , hint], i) => {
+    this.cards = this.modes.map(([mode, hint], i) => {
       const card = { mode, name: h("b"), badge: h("span.pd-dl-badge"), value: h("span.pd-pl-value"), lines: h("div.pd-dl-lines.pd-num") };
       card.input = h("input", { type: "radio", name: group, value: mode, "aria-label": hint, onchange: () => this.asker.ask({ type: "chosen", chosen: mode }) });
       card.node = h("label.pd-dl-card", { title: hint, "data-mode": mode, style: `--way: var(--pd-run-${i})` }, [
@@ -183,7 +183,7 @@ class PDLab {
     this.root.setAttribute("aria-busy", String(busy));
     for (const card of this.cards) card.node.toggleAttribute("data-stale", Boolean(left?.includes(card.mode)));
     this.root.dataset.progress = of ? `${done}/${of}` : "";
-    const name = left && this.modes.find(([mode]) => mode === left[0])[1];
+    const name = left && left[0];
     this.state.textContent = of ? `simulating ${name}, ${done + 1} of ${of} …` : "simulating …";
     if (!busy && !of) {
       clearTimeout(this.slow);

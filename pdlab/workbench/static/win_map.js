@@ -85,11 +85,10 @@ class WinMap {
     this.draw();
   }
 
-  name = (mode) => this.get("header").mode_names[mode] ?? mode;
 
   drawTitle(map) {
     const all = map.best_modes.flat();
-    const words = map.modes.map((mode, i) => `${this.name(mode)} in ${all.filter((best) => best.length === 1 && best[0] === i).length}`);
+    const words = map.modes.map((mode, i) => `${mode} in ${all.filter((best) => best.length === 1 && best[0] === i).length}`);
     words.push(`tied in ${all.filter((best) => best.length > 1).length}`);
     const [what, ...how] = map.line.split("; ");
     const told = how.length ? `; ${how.join("; ")}. Of` : ": of";
@@ -105,12 +104,12 @@ class WinMap {
     this.drawLegend(map);
   }
 
-  letter = (mode) => this.name(mode)[0].toUpperCase();
+  letter = (mode) => mode[0].toUpperCase();
 
   drawLegend(map) {
     const tie = `within ${Math.round(100 * this.get("header").tie)} %`;
     const key = (style, letter, text) => h("span", {}, [h("i.pd-wm-key", style, [letter]), text]);
-    const modes = map.modes.map((mode, i) => key({ "data-winner": i, style: `--tile: var(--pd-run-${i})` }, this.letter(mode), this.name(mode)));
+    const modes = map.modes.map((mode, i) => key({ "data-winner": i, style: `--tile: var(--pd-run-${i})` }, this.letter(mode), mode));
     const [first, second] = [0, 1].map((i) => this.letter(map.modes[i] ?? map.modes[0]));
     const tied = key({ "data-winner": 0, "data-tied": "", style: "--tile: var(--pd-run-0); --tied: var(--pd-run-1)" }, `${first}=${second}`, `tied, ${tie}: the best and who comes near`);
     clear(this.legend, ...modes, tied, key({}, "–", "none meets them"), h("span", {}, [`numbers: ${this.get("header").unit}`]));
@@ -120,7 +119,7 @@ class WinMap {
   tile(map, best, y, x) {
     const [winner] = best;
     const text = best.length ? [digits2(map.goodput[winner][y][x]), h("small", {}, [best.map((i) => this.letter(map.modes[i])).join("=")])] : ["–"];
-    const told = best.length ? `${best.map((i) => this.name(map.modes[i])).join(" and ")}${best.length > 1 ? " tied" : ""}, ${digits(map.goodput[winner][y][x])}` : "none";
+    const told = best.length ? `${best.map((i) => map.modes[i]).join(" and ")}${best.length > 1 ? " tied" : ""}, ${digits(map.goodput[winner][y][x])}` : "none";
     const tied = best.length > 1 ? { "data-tied": "" } : {};
     const colors = best.length ? `--tile: var(--pd-run-${winner}); --tied: var(--pd-run-${best[1] ?? winner})` : "";
     return h("button.pd-wm-tile", { type: "button", role: "gridcell", tabindex: -1, "aria-label": `TTFT ${duration(map.ttfts_s[x])}, ${this.pace()} ${duration(map.tpots_s[y])}: ${told}`, "data-winner": winner ?? -1, ...tied, style: colors,
@@ -140,7 +139,7 @@ class WinMap {
     const best = map.best_modes[y][x];
     const lead = this.leadOf(map, best, values);
     const bar = (mode, i) => h("div.pd-wm-way", { "data-mode": mode }, [
-      h("div.pd-wm-name", {}, [h("i.pd-swatch", { style: `background:var(--pd-run-${i})` }), h(best.includes(i) ? "b" : "span", {}, [this.name(mode)]), h("span.pd-num", {}, [values[i] ? `${values[i] >= map.most_rps ? "≥ " : ""}${digits(values[i])}` : "none"])]),
+      h("div.pd-wm-name", {}, [h("i.pd-swatch", { style: `background:var(--pd-run-${i})` }), h(best.includes(i) ? "b" : "span", {}, [mode]), h("span.pd-num", {}, [values[i] ? `${values[i] >= map.most_rps ? "≥ " : ""}${digits(values[i])}` : "none"])]),
       h("div.pd-wm-track", {}, [h("div", { style: `width:${most ? (100 * values[i]) / most : 0}%;background:var(--pd-run-${i})` })]),
       h("div.pd-hint", {}, [values[i] ? map.names[map.best[i][y][x]] : "at no rate that was simulated"])]);
     clear(this.detail, h("div.pd-wm-at", {}, [h("b", {}, [`TTFT ≤ ${duration(map.ttfts_s[x])}, ${this.pace()} ≤ ${duration(map.tpots_s[y])}`]), h("div", {}, [lead])]), ...map.modes.map(bar), h("div.pd-hint", {}, [this.get("header").unit]));
@@ -148,7 +147,7 @@ class WinMap {
   }
 
   leadOf(map, best, values) {
-    const names = best.map((i) => this.name(map.modes[i]));
+    const names = best.map((i) => map.modes[i]);
     if (!best.length) return "no way meets them";
     if (best.length > 1) return `${names.join(" and ")} are tied, within ${Math.round(100 * this.get("header").tie)} %`;
     const second = Math.max(...values.filter((_, i) => i !== best[0]));
