@@ -124,8 +124,7 @@ wb.LatencyView({name: run.serving for name, run in runs.items()}, metric="itl")
 # them. How much that costs depends on how much faster your machine reads with all cores: with two
 # shared ones, seldom twice. And a transfer comes on top (we come to that). So "disaggregation
 # improves TTFT" is no law of nature: for *one* prompt it makes it worse, or changes nothing. What it
-# can improve is the TTFT of prompts that would have waited behind *decodes*. The next experiment
-# has such prompts.
+# can improve is the TTFT of prompts that would have waited behind *decodes*.
 
 # %%
 wb.show(wb.figures.cluster_timeline(runs[lab.APART], "Disaggregated: one reads, one writes"))
@@ -170,8 +169,7 @@ for plan in recorded:
 # %% [markdown]
 # The two workloads give opposite answers.
 #
-# * With **many answers**, the first tokens come soonest with the split, for nobody's prompt waits for
-#   anybody's decodes. But then one side idles, and it makes fewest tokens. This is the price: it
+# * With **many answers** one side soon idles, and the split makes fewest tokens. This is the price: it
 #   computes the *same* tokens, on cores that may no longer help each other, holds the weights twice,
 #   and adds a transfer. (Why is it not half of the rate? Writing waits for memory, which both cores
 #   share: one that is alone gets more of it. On two GPUs, each with a memory of its own, it would
@@ -667,12 +665,12 @@ claims = {
     "“whole engines cannot work”": (1.0, 0.1),
 }
 modes = found.shown["modes"]
-print(f"{'requests/s and device':27}{'limits':>14}" + "".join(f"{mode:>15}" for mode in modes))
+print(f"{'requests/s and device':27}{'limits':>18}" + "".join(f"{mode:>15}" for mode in modes))
 for text, limits in claims.items():
     for each in (found, by_gaps):
         values = [lab.goodput_at(each.shown, mode, *limits) for mode in modes]
         name = f"{limits[0]:g} s, {limits[1] * 1e3:.0f} ms {each.pace}"
-        print(f"{text:24}{name:>17}" + "".join(f"{value:15.2f}" for value in values))
+        print(f"{text:27}{name:>18}" + "".join(f"{value:15.2f}" for value in values))
 
 # %% [markdown]
 # (tpot: mean gap; itl: p99 gap. 0.00: at no rate that was tried, 9 of 10 requests kept both limits.)

@@ -131,10 +131,11 @@ def measure_plans(
         }
         for cluster in clusters.values():
             _warm_up(cluster)
-        turns = [(i, w, p) for i in range(repeats) for w in workloads for p in clusters]
-        for turn, workload, name in tqdm(turns, unit="run", disable=not progress):
-            # other prompts each turn: those of the last are cached
-            run = replay_on_cluster(clusters[name], WORKLOADS[workload](), seed=turn)
+        rounds = enumerate([*workloads] * repeats)
+        turns = [(seed, workload, name) for seed, workload in rounds for name in clusters]
+        for seed, workload, name in tqdm(turns, unit="run", disable=not progress):
+            # other prompts each time: those of the times before are cached
+            run = replay_on_cluster(clusters[name], WORKLOADS[workload](), seed=seed)
             runs.setdefault((name, workload), []).append(run)
     return [_figures(*key, of_plan) for key, of_plan in runs.items()]
 

@@ -132,19 +132,40 @@ def test_the_simulated_cluster_serves_what_the_real_one_does(model, monkeypatch)
     )
 
 
-def test_no_run_finds_prompts_of_another_in_the_cache(model, monkeypatch):
-    served = []
+@pytest.fixture
+def served(monkeypatch):
+    """Every run that the bench makes."""
+    runs = []
 
     def replay(*args, **kwargs):
-        served.append(replay_on_cluster(*args, **kwargs))
-        return served[-1]
+        runs.append(replay_on_cluster(*args, **kwargs))
+        return runs[-1]
 
+    for module in ("cluster_agreement", "disaggregation"):
+        monkeypatch.setattr(f"pdlab.bench.{module}.replay_on_cluster", replay)
+    return runs
+
+
+def num_cached(runs) -> set[int]:
+    return {r.metrics.num_cached_tokens for run in runs for r in run.requests}
+
+
+def test_no_run_finds_prompts_of_its_rehearsal_in_the_cache(model, served, monkeypatch):
     monkeypatch.setattr("pdlab.bench.cluster_agreement.HASTE", 50.0)
-    monkeypatch.setattr("pdlab.bench.cluster_agreement.NUM_REHEARSED", 4)
-    monkeypatch.setattr("pdlab.bench.cluster_agreement.replay_on_cluster", replay)
     measure_cluster_agreement(
         model, workload="short chat", num_requests=4, repeats=2, rate=40.0,
         config=replace(bench.ENGINE, max_model_len=512), start=start,
     )  # fmt: skip
     assert len(served) == 4
-    assert [r.metrics.num_cached_tokens for run in served for r in run.requests] == [0] * 16
+    assert num_cached(served) == {0}
+
+
+def test_no_workload_finds_prompts_of_another_in_the_cache(model, served, monkeypatch):
+    several = [TraceRequest(0.0, 40, 17)] * 3
+    monkeypatch.setattr(bench, "WORKLOADS", {"a": lambda: several, "b": lambda: several})
+    bench.measure_plans(
+        model, names=["disaggregated"], workloads=["a", "b"], repeats=2, start=start,
+        config=replace(bench.ENGINE, max_model_len=512),
+    )  # fmt: skip
+    assert len(served) == 4
+    assert num_cached(served) == {0}
