@@ -67,8 +67,6 @@ def decode_elsewhere(
     slow: str,
     kv_bytes_per_token: Sequence[int],
     bandwidths_bytes_s: Sequence[float] = BANDWIDTHS_BYTES_S,
-    *,
-    batch: int = 1,
 ) -> BreakEven:
     """Qwen3-8B: prompts on the fast machine, outputs on the slow one; predicted by rooflines."""
     return break_even(
@@ -78,7 +76,6 @@ def decode_elsewhere(
         num_layers=SHAPES["qwen3-8b"].num_layers,
         kv_bytes_per_token=list(kv_bytes_per_token),
         bandwidths_bytes_s=list(bandwidths_bytes_s),
-        batch=batch,
     )
 
 

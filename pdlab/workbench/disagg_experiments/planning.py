@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,9 +59,9 @@ class Twin:
         }
         return cls(dict.fromkeys(specs, RECORDED), specs, 0.0)
 
-    def run(self, requests: Sequence[TraceRequest], **router: Any) -> ClusterRun:
+    def run(self, requests: Sequence[TraceRequest]) -> ClusterRun:
         """The same requests, in simulated time."""
-        return simulate_cluster(requests, self.specs, RouterConfig(**router), hop_s=self.hop_s)
+        return simulate_cluster(requests, self.specs, hop_s=self.hop_s)
 
     def pool(self, num_prefill: int, num_decode: int) -> dict[str, SimulatedSpec]:
         """More workers of both kinds than there are, and with more memory each."""
