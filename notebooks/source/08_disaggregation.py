@@ -163,8 +163,9 @@ of = {(plan.workload, plan.plan): plan for plan in recorded}
 rates = [of["many answers", name].tokens_per_s[0] for name in (lab.APART, lab.TWO)]
 guess.compare("throughput", rates[0] / rates[1], "times", kind="recorded")
 wb.show(wb.figures.plans_figure(recorded, line))
-for plan in recorded:
-    print(f"{plan.workload:17} {plan.plan:18} first token, median: {plan.ttft_p50_s[0]:.2f} s")
+for (workload, name), plan in of.items():
+    if workload == "interrupted chats":
+        print(f"{workload}, {name:18} first token, median: {plan.ttft_p50_s[0]:.2f} s")
 
 # %% [markdown]
 # The two workloads give opposite answers.
@@ -583,7 +584,7 @@ wb.show(wb.figures.token_rows(twins, lab.LABELS, title))
 for name, (ttft, tpot, turns) in lab.recorded_agreement().items():
     print(
         f"{name:11} simulated / measured: TTFT {ttft:.2f}, TPOT {tpot:.2f}"
-        f"   recorded, medians of {turns} turns"
+        f"   recorded; turns: {turns}"
     )
 plans.close()
 
