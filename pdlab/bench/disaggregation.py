@@ -130,7 +130,7 @@ def measure_plans(
             for name, (specs, router) in chosen.items()
         }
         for cluster in clusters.values():
-            _warm_up(cluster)
+            warm_up(cluster)
         rounds = enumerate([*workloads] * repeats)
         turns = [(seed, workload, name) for seed, workload in rounds for name in clusters]
         for seed, workload, name in tqdm(turns, unit="run", disable=not progress):
@@ -140,7 +140,7 @@ def measure_plans(
     return [_figures(*key, of_plan) for key, of_plan in runs.items()]
 
 
-def _warm_up(cluster: Cluster) -> None:
+def warm_up(cluster: Cluster) -> None:
     """The first steps of a process are slower."""
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     cluster.generate([[1] * 40, [2] * 80], params)
@@ -220,7 +220,7 @@ def measure_overlap(
             specs = local_specs(1, 1, model=model.name, config=config, link=link)
             router = RouterConfig(transfer=transfer)
             clusters[transfer] = stack.enter_context(start(model, specs, router, seed=0))
-            _warm_up(clusters[transfer])
+            warm_up(clusters[transfer])
         for _ in range(repeats):
             for transfer, cluster in clusters.items():
                 [output] = cluster.generate([[7] * num_tokens], params)

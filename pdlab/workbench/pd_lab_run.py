@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pdlab.bench.disaggregation import warm_up
 from pdlab.disagg.hosts.processes import process_cluster
 from pdlab.disagg.hosts.spec import WorkerSpec, local_specs
 from pdlab.disagg.replay import Session, replay_on_cluster
 from pdlab.disagg.serving import ClusterRun
-from pdlab.engine import SamplingParams
 from pdlab.models import Model
 from pdlab.workbench.background import Background, Report
 from pdlab.workbench.pd_lab_data import compared, end_of, picture_of, slower_by
@@ -19,8 +19,6 @@ from pdlab.workbench.pd_lab_settings import Plan, Settings
 from pdlab.workload.traces import TraceRequest
 
 STARTING, WARMING_UP, SERVING = "starting", "warming up", "serving"
-WARM_UP = [[1] * 40, [2] * 80]
-"""Prompts of the steps that do not count: the first ones of a process are slower."""
 
 
 class RealClusterRun(Background):
@@ -45,9 +43,8 @@ class RealClusterRun(Background):
         specs = real_specs(self._plan, self._model.name)
         with process_cluster(self._model, specs, self._plan.router, seed=0) as cluster:
             self._tell(stage=WARMING_UP)
-            params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
             for _ in self._plan.workers:  # one prompt each, so that none is left out
-                cluster.generate(WARM_UP, params)
+                warm_up(cluster)
             self._tell(stage=SERVING)
             return replay_on_cluster(cluster, self._requests, on_step=self._on_step)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from pdlab.bench.disaggregation import warm_up
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.hosts.spec import local_specs
 from pdlab.disagg.router import RouterConfig
@@ -17,7 +18,7 @@ from pdlab.models import Model
 from pdlab.models.catalog import SHAPES
 from pdlab.models.config import ModelConfig
 from pdlab.workbench.disagg_experiments.chats import DOCUMENT_TOKENS
-from pdlab.workbench.disagg_experiments.processes import ENGINE, WARM_UP, Processes, Runs
+from pdlab.workbench.disagg_experiments.processes import ENGINE, Processes, Runs
 from pdlab.workload import TraceRequest
 
 
@@ -98,7 +99,7 @@ class SlowPair(Processes):
             link=link,
         )
         super().__init__(model, {"pair": specs})
-        self.by("push").generate(*WARM_UP)
+        warm_up(self.by("push"))
 
     def by(self, transfer: str) -> Cluster:
         """`push`: the whole prompt, once it is computed; `stream`: layer by layer."""

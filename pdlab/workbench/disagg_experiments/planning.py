@@ -21,7 +21,7 @@ from pdlab.kvcache import KVLayout
 from pdlab.trace import RoleSwitch
 from pdlab.workbench.disagg_experiments.chats import Outcome
 from pdlab.workbench.disagg_experiments.processes import APART, ENGINE, Plans
-from pdlab.workbench.scheduling_experiments import RECORDED
+from pdlab.workbench.scheduling_experiments import RECORDED, all_at_once
 from pdlab.workload import SLO, WORKLOADS, Fixed, TraceRequest, make_traffic, mix, poisson
 
 POOL = replace(ENGINE, num_blocks=1024, max_num_seqs=16)
@@ -142,9 +142,8 @@ def planned(
 
 def _at_once(twin: Twin, requests: Sequence[TraceRequest], split: Split) -> ClusterRun:
     """All are there from the beginning."""
-    at_once = [replace(request, arrival_s=0.0) for request in requests]
     workers = twin.pool(split.num_prefill, split.num_decode)
-    return simulate_cluster(at_once, workers, hop_s=twin.hop_s)
+    return simulate_cluster(all_at_once(requests), workers, hop_s=twin.hop_s)
 
 
 def _mean_batch(run: ClusterRun) -> int:

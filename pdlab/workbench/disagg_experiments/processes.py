@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import median
 from time import perf_counter
 
-from pdlab.bench.disaggregation import CHUNK
+from pdlab.bench.disaggregation import plans, warm_up
 from pdlab.costmodel import LinearStepTimes, fit_step_times
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.hosts.processes import ProcessHost, start_processes
@@ -20,7 +19,7 @@ from pdlab.disagg.replay import replay_on_cluster
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.serving import ClusterRun
 from pdlab.disagg.worker import Role
-from pdlab.engine import EngineConfig, SamplingParams
+from pdlab.engine import EngineConfig
 from pdlab.models import Model
 from pdlab.requirements import require_choice
 from pdlab.workbench.lesson import progress
@@ -95,24 +94,16 @@ class Plans(Processes):
 
     def __init__(self, model: Model, config: EngineConfig = ENGINE):
         self.config = config
-        chunks = replace(
-            config, max_num_batched_tokens=CHUNK + config.max_num_seqs, chunk_size=CHUNK
-        )
-        alone = partial(local_specs, 0, 1, model=model.name, role="both")
-        super().__init__(
-            model,
-            {
-                ONE: alone(config=config),
-                CHUNKS: alone(config=chunks),
-                APART: local_specs(1, 1, model=model.name, config=config),
-            },
-        )
+        known = plans(model.name, config)
+        specs = {name: known[name][0] for name in (ONE, CHUNKS)}
+        specs[APART] = local_specs(1, 1, model=model.name, config=config)
+        super().__init__(model, specs)
         self._num_noted: dict[str, int] = {}
         """Steps of each of the pair that were looked at."""
         self.traced: dict[str, list[Sample]] = {"p0": [], "d0": []}
         """Steps of the pair, but those of the runs that shall be predicted."""
         for name in PLANS:
-            self.plan(name).generate(*WARM_UP)
+            warm_up(self.plan(name))
         self._note_steps()
 
     def plan(self, name: str) -> Cluster:
@@ -187,10 +178,5 @@ class Plans(Processes):
             self._num_noted[host.name] = len(trace.steps)
 
 
-WARM_UP = (
-    [[1] * 40, [2] * 80],
-    SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
-)
-"""The first steps of a process are slower."""
 REHEARSED_PROMPTS = (20, 256, 48, 12, 128, 96, 560, 32, 64, 192)
 REHEARSED_OUTPUTS = (12, 5, 9, 14, 7, 10, 4, 12, 8, 6)
