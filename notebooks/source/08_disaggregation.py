@@ -164,8 +164,7 @@ rates = [of["many answers", name].tokens_per_s[0] for name in (lab.APART, lab.TW
 guess.compare("throughput", rates[0] / rates[1], "times", kind="recorded")
 wb.show(wb.figures.plans_figure(recorded, line))
 for (workload, name), plan in of.items():
-    if workload == "interrupted chats":
-        print(f"{workload}, {name:18} first token, median: {plan.ttft_p50_s[0]:.2f} s")
+    print(f"{workload + ',':18} {name:18} first token, median: {plan.ttft_p50_s[0]:.2f} s")
 
 # %% [markdown]
 # The two workloads give opposite answers.
