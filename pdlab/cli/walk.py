@@ -131,7 +131,7 @@ def _generate(
     """
     model, steps, shown = engine.model, Steps(), 0
     assert engine.kv_cache is not None
-    element_bytes = ElementBytes(model.decoder.dtype.itemsize, engine.kv_cache.element_bytes)
+    element_bytes = ElementBytes(model.weight_element_bytes, engine.kv_cache.element_bytes)
     request_id = engine.submit(prompt_ids, params)
     try:
         for record in iter(engine.step, None):

@@ -37,6 +37,7 @@ def preemption_cost(
     *,
     weight_element_bytes: float,
     kv_element_bytes: float,
+    head_element_bytes: float | None = None,
     num_cached_tokens: int = 0,
     chunk_size: int | None = None,
     num_moved_tokens: int | None = None,
@@ -46,6 +47,7 @@ def preemption_cost(
     Args:
         config: with the windows that are in force.
         dtype: of the matrix products.
+        head_element_bytes: see `step_cost`.
         num_cached_tokens: leading tokens that the prefix cache is expected to keep.
         chunk_size: tokens that a step recomputes at most; None for all in one.
         num_moved_tokens: slots that a swap moves, in whole blocks and without those behind a
@@ -67,6 +69,7 @@ def preemption_cost(
             num_sampled=int(start + size >= num_tokens),
             weight_element_bytes=weight_element_bytes,
             kv_element_bytes=kv_element_bytes,
+            head_element_bytes=head_element_bytes,
         )
         recompute_s += predict(cost, hardware, dtype).time_s
     moved = num_tokens if num_moved_tokens is None else num_moved_tokens

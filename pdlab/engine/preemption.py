@@ -32,7 +32,8 @@ class PreemptionPolicy:
     ):
         self._shape = as_windows(model.config, config)
         self._dtype = model.dtype_name
-        self._weight_bytes = model.decoder.dtype.itemsize
+        self._weight_bytes = model.weight_element_bytes
+        self._head_bytes = model.head_element_bytes
         self._kv_bytes = kv_cache.element_bytes
         self._block_size = config.block_size
         self._chunk = config.largest_chunk
@@ -60,6 +61,7 @@ class PreemptionPolicy:
             chunk_size=self._chunk,
             num_moved_tokens=blocks * self._block_size,
             weight_element_bytes=self._weight_bytes,
+            head_element_bytes=self._head_bytes,
             kv_element_bytes=self._kv_bytes,
         )
         return cost.swap_s < cost.recompute_s

@@ -50,6 +50,8 @@ class Recorder:
         self._seen_by = admission.as_windows(model.config, config)
         self._block_bytes = memory.cache.block_bytes
         self._element_bytes = memory.cache.element_bytes
+        self._weight_element_bytes = model.weight_element_bytes
+        self._head_element_bytes = model.head_element_bytes
         self.trace = Trace(
             machine=describe_machine()
             | {
@@ -60,7 +62,8 @@ class Recorder:
             model={
                 "name": model.name,
                 "dtype": str(model.decoder.dtype).removeprefix("torch."),
-                "weight_bytes": model.decoder.weight_bytes,
+                "weights": model.weights,
+                "weight_bytes": model.weight_bytes,
                 "config": model.config.to_dict(),
             },
             engine=config.to_dict()
@@ -119,7 +122,8 @@ class Recorder:
             self._seen_by,
             [CostChunk(part.start, part.num_tokens) for part in batch.scheduled],
             num_sampled=sum(part.num_logit_rows for part in batch.scheduled),
-            weight_element_bytes=self._model.decoder.dtype.itemsize,
+            weight_element_bytes=self._weight_element_bytes,
+            head_element_bytes=self._head_element_bytes,
             kv_element_bytes=self._element_bytes,
         )
         record = StepRecord(

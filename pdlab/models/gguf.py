@@ -100,9 +100,7 @@ def weights_from_gguf(file: GGUFFile, config: ModelConfig) -> Iterator[tuple[str
     for name in file.tensors:
         if name == ROPE_FACTORS:
             continue
-        values = file.read(name)
-        if config.family == "llama" and (heads := _rotated_heads(name, config)):
-            values = _undo_rotary_permutation(values, heads)
+        values = in_hugging_face_order(name, file.read(name), config)
         yield hugging_face_name(name), torch.from_numpy(values)
 
 
@@ -118,10 +116,13 @@ def hugging_face_name(name: str) -> str:
     return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
 
 
-def _rotated_heads(name: str, config: ModelConfig) -> int:
-    """Heads in a q or k projection, 0 for any other tensor."""
+def in_hugging_face_order(name: str, rows: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """The rows of a GGUF tensor, values or blocks, in the order that Hugging Face has them in."""
     part = name.split(".")[-2]
-    return {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(part, 0)
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}.get(part)
+    if config.family != "llama" or heads is None:
+        return rows
+    return _undo_rotary_permutation(rows, heads)
 
 
 def _undo_rotary_permutation(values: np.ndarray, heads: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Read a GGUF file: its metadata, and its tensors as float32.
+"""Read a GGUF file: its metadata, and its tensors as float32 or as they are stored.
 
 GGUF (ggml project, docs/gguf.md, versions 2 and 3) is: a header, typed key/value metadata, a table
 of tensors, then the tensor bytes, aligned. The package `gguf` knows how to dequantize every block
@@ -91,8 +91,22 @@ class GGUFFile:
         Raises:
             ValueError: the storage format is unknown, or the file ends before the tensor does.
         """
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
+
+        stored, kind = self.stored(name)
+        try:
+            values = dequantize(stored, GGMLQuantizationType[kind])
+        except NotImplementedError as error:
+            raise ValueError(f"{name} is stored as {kind}, which cannot be read") from error
+        return np.array(values, dtype=np.float32, order="C").reshape(self.tensors[name].shape)
+
+    def stored(self, name: str) -> tuple[np.ndarray, str]:
+        """The bytes of a tensor as they lie in the file, uint8 [..., row bytes], and their format.
+
+        The format has GGUF's name, say `Q4_1`. Raises ValueError as `read` does.
+        """
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         tensor = self.tensors[name]
         try:
@@ -106,11 +120,7 @@ class GGUFFile:
         if start + size > len(self._bytes):
             raise ValueError(f"{self.path} is cut short: {name} ends beyond its {len(self._bytes)}")
         stored = np.frombuffer(self._bytes, np.uint8, size, start).reshape(*rows, row_bytes)
-        try:
-            values = dequantize(stored, kind)
-        except NotImplementedError as error:
-            raise ValueError(f"{name} is stored as {kind.name}, which cannot be read") from error
-        return np.array(values, dtype=np.float32, order="C").reshape(tensor.shape)
+        return stored, kind.name
 
     def _scalar(self, code: str) -> Any:
         (value,) = struct.unpack_from("<" + code, self._bytes, self._position)

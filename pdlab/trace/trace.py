@@ -36,7 +36,8 @@ class Trace:
     machine: dict[str, Any] = field(default_factory=dict)
     """processor, cores, threads, torch, python, device, date (ISO 8601, UTC)."""
     model: dict[str, Any] = field(default_factory=dict)
-    """name, dtype, weight_bytes, and under `config` the fields of ModelConfig."""
+    """name, dtype, weights (their format), weight_bytes, and under `config` the fields of
+    ModelConfig."""
     engine: dict[str, Any] = field(default_factory=dict)
     """The fields of EngineConfig, kv_bytes_per_token (scales included, maybe fractional), and
     kv_open_bytes: what block-wise formats keep beside the blocks, for those still filling."""
