@@ -88,6 +88,8 @@ class PDLab(Lab):
     """
 
     name = "pd_lab"
+    settable = SETTABLE
+    _settings: Settings
 
     header = traitlets.Dict().tag(sync=True)
     """Constants: choices and labels."""
@@ -152,15 +154,13 @@ class PDLab(Lab):
         self._slo = None if slo is None else slo.checked()
         self._devices = devices_of(model, step_times, config)
         self._simulations = Simulations()
-        self._following = True
         super().__init__(header=self._header(), workloads=workloads, chosen=chosen)
         name = settings.get("machine", next(iter(self._devices)))
         require_choice("machine", name, tuple(self._devices))
         count = settings.get("num_devices", 4 if name == THERE else max(2, min(4, self._num_cores)))
         given = settings | {"workload": workload, "num_requests": num_requests}
         self._show(first_settings(self._devices[name], count, self._slo, given))
-        self._following = False
-        self.on_msg(self._on_message)
+        self._listen()
 
     @property
     def settings(self) -> Settings:
@@ -184,10 +184,6 @@ class PDLab(Lab):
         return {mode: dict(self.results[mode]["numbers"]) for mode in MODES}
 
     # --- what one can do ----------------------------------------------------------------------
-
-    def choose(self, **values: Any) -> None:
-        """Set controls; what is wrong with them is said in `message`, and the old ones stay."""
-        self._say(lambda: self._set(values))
 
     def take_advice(self) -> None:
         """Choose the ratio that the cost model advises."""
@@ -286,14 +282,7 @@ class PDLab(Lab):
 
     # --- traits -------------------------------------------------------------------------------
 
-    @traitlets.validate(*SETTABLE)
-    def _try(self, proposal: Any) -> Any:
-        """Run what is proposed before it counts: after an error the old state stays."""
-        name, value = proposal["trait"].name, proposal["value"]
-        if self._following:
-            return value
-        self._set({name: value})
-        return getattr(self._settings, name)
+    _tried = traitlets.validate(*SETTABLE)(Lab.tried)
 
     @traitlets.validate("view")
     def _check_view(self, proposal: Any) -> str:
@@ -339,16 +328,7 @@ class PDLab(Lab):
             raise
         finally:
             self.progress = {}
-        self._settings = settings
-        following, self._following = self._following, True
-        try:
-            with self.hold_sync():
-                self.message = ""
-                self.about = about(settings, device)
-                for name in SETTABLE:
-                    setattr(self, name, getattr(settings, name))
-        finally:
-            self._following = following
+        self._follow(settings, about=about(settings, device), message="")
 
     def _simulate(self, settings: Settings) -> None:
         """One mode after the other, those that are known first; each is shown when it is there."""
@@ -392,12 +372,10 @@ class PDLab(Lab):
 
     def _actions(self, content: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
         return {
-            "set": lambda: self._set(content["values"]),
             "view": lambda: setattr(self, "view", content["view"]),
             "chosen": lambda: setattr(self, "chosen", content["chosen"]),
             "advice": self._take_advice,
             "run": self._begin,
-            "stop": self.stop,
         }
 
 

@@ -87,6 +87,8 @@ class PolicyLab(Lab):
     """
 
     name = "policy_lab"
+    settable = SETTABLE
+    _settings: Settings
 
     header = traitlets.Dict().tag(sync=True)
     """Constants: choices, labels, the range of the rate by machine."""
@@ -140,7 +142,6 @@ class PolicyLab(Lab):
         self._own = named_policies(tuple(policies))
         self._machines = _machines(model, step_times, config)
         self._num_simulations = 0
-        self._following = True
         super().__init__(header=self._header(), policies=[*POLICIES, *self._own])
         name = settings.pop("machine", next(iter(self._machines)))
         require_choice("machine", name, tuple(self._machines))
@@ -158,8 +159,7 @@ class PolicyLab(Lab):
         begin |= {"ttft_slo_s": limits.ttft_s, "tpot_slo_s": limits.tpot_s} | settings
         self._show(Settings(**begin, workload=workload, num_requests=num_requests, machine=name))
         self.pin()
-        self._following = False
-        self.on_msg(self._on_message)
+        self._listen()
 
     @property
     def settings(self) -> Settings:
@@ -183,7 +183,7 @@ class PolicyLab(Lab):
 
         `policy` may also be an object of a class of your own.
         """
-        self._say(lambda: self._set(values))
+        super().choose(**values)
 
     def register(self, policy: Policy) -> None:
         """Offer a policy under the name of its class; one of the same name is replaced.
@@ -289,14 +289,7 @@ class PolicyLab(Lab):
 
     # --- traits -------------------------------------------------------------------------------
 
-    @traitlets.validate(*SETTABLE)
-    def _try(self, proposal: Any) -> Any:
-        """Run what is proposed before it counts: after an error the old state stays."""
-        name, value = proposal["trait"].name, proposal["value"]
-        if self._following:
-            return value
-        self._set({name: value})
-        return getattr(self._settings, name)
+    _tried = traitlets.validate(*SETTABLE)(Lab.tried)
 
     @traitlets.validate("view")
     def _check_view(self, proposal: Any) -> str:
@@ -346,15 +339,8 @@ class PolicyLab(Lab):
         run = settings.run(self._machines[settings.machine], self._own)
         picture = self._picture(settings, run)
         self._num_simulations += 1
-        self._settings, self._run = settings, run
-        before, self._following = self._following, True
-        try:
-            with self.hold_sync():
-                self.result, self.message = picture, ""
-                for name in SETTABLE:
-                    setattr(self, name, getattr(settings, name))
-        finally:
-            self._following = before
+        self._run = run
+        self._follow(settings, result=picture, message="")
 
     def _picture(self, settings: Settings, run: ServingRun) -> dict[str, Any]:
         about: dict[str, Any] = {
@@ -380,12 +366,10 @@ class PolicyLab(Lab):
 
     def _actions(self, content: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
         return {
-            "set": lambda: self._set(content["values"]),
             "view": lambda: setattr(self, "view", content["view"]),
             "pin": self.pin,
             "unpin": self.unpin,
             "run": self._begin,
-            "stop": self.stop,
         }
 
 

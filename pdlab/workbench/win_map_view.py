@@ -93,6 +93,8 @@ class WinMap(Lab):
     """
 
     name = "win_map"
+    settable = SETTABLE
+    _settings: MapSettings
 
     header = traitlets.Dict().tag(sync=True)
     shown = traitlets.Dict().tag(sync=True)
@@ -125,17 +127,15 @@ class WinMap(Lab):
             found = found.by(pace or found.pace)
             data = plain(found, line or "a map of your own", "; ".join(sorted(bases)))
         begin = {k: v for k, v in data.get("settings", {}).items() if k in SETTABLE}
-        self._settings = MapSettings(**begin | settings).checked()
-        self._following = True
+        first = MapSettings(**begin | settings).checked()
         super().__init__(
             header=_header(),
             shown=data,
             pace=data.get("pace", pace or PACES[0]),
             cell=_first_cell(data),
-            **self._controls(),
         )
-        self._following = False
-        self.on_msg(self._on_message)
+        self._follow(first)
+        self._listen()
 
     @property
     def settings(self) -> MapSettings:
@@ -156,10 +156,6 @@ class WinMap(Lab):
         )
 
     # --- computing ----------------------------------------------------------------------------
-
-    def choose(self, **values: Any) -> None:
-        """Set controls; what is wrong with them is said in `message`, and the old ones stay."""
-        self._say(lambda: self._set(values))
 
     def compute(self, **values: Any) -> None:
         """Compute the map of the settings; returns at once, `wait` waits for it.
@@ -219,13 +215,7 @@ class WinMap(Lab):
 
     # --- traits -------------------------------------------------------------------------------
 
-    @traitlets.validate(*SETTABLE)
-    def _try(self, proposal: Any) -> Any:
-        name, value = proposal["trait"].name, proposal["value"]
-        if self._following:
-            return value
-        self._set({name: value})
-        return getattr(self._settings, name)
+    _tried = traitlets.validate(*SETTABLE)(Lab.tried)
 
     @traitlets.validate("pace")
     def _check_pace(self, proposal: Any) -> str:
@@ -249,23 +239,10 @@ class WinMap(Lab):
 
     def _set(self, values: Mapping[str, Any]) -> None:
         refuse_unknown(values, SETTABLE)
-        self._settings = replace(self._settings, **values).checked()
-        before, self._following = self._following, True
-        try:
-            for name, value in self._controls().items():
-                setattr(self, name, value)
-        finally:
-            self._following = before
-
-    def _controls(self) -> dict[str, Any]:
-        return {name: getattr(self._settings, name) for name in SETTABLE}
+        self._follow(replace(self._settings, **values).checked())
 
     def _actions(self, content: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
-        return {
-            "set": lambda: self._set(content["values"]),
-            "compute": self._begin,
-            "stop": self.stop,
-        }
+        return {"compute": self._begin}
 
 
 def _header() -> dict[str, Any]:

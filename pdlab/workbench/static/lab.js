@@ -1,5 +1,5 @@
-// Shared by the labs: controls that say what they are set to, and words and axes for what they show.
-// Prepended to PolicyLab and PDLab.
+// Shared by the labs: controls that say what they are set to, words and axes for what they show, and what
+// PolicyLab and PDLab do alike. Prepended to these two and WinMap.
 
 // ---- controls -------------------------------------------------------------------------------
 
@@ -29,6 +29,11 @@ function choice(label, values, onchoose) {
   return h("select", { "aria-label": label, onchange: (e) => onchoose(e.target.value) }, values.map((v) => h("option", { value: v }, [v])));
 }
 
+/** A control under its label. */
+function group(label, node) {
+  return h("div.pd-pl-group", {}, [h("span.pd-pl-label", {}, [label]), node]);
+}
+
 /** A slider over a list of values; `values` may be replaced. */
 function slider(label, hint, values, onchoose, text) {
   const self = { values };
@@ -48,6 +53,11 @@ function nearestPlace(values, value) {
   if (value === null) return values.indexOf(null);
   const far = (v) => (v === null ? Infinity : Math.abs(Math.log(v / value)));
   return values.reduce((best, v, i) => (far(v) < far(values[best]) ? i : best), 0);
+}
+
+/** A slider's values: from an eighth of the usual rate to eight times it. */
+function ratesAround(usual) {
+  return Array.from({ length: 49 }, (_, i) => Number((usual * 2 ** (i / 8 - 3)).toPrecision(2)));
 }
 
 /** Keys typed in a box must not reach JupyterLab. */
@@ -79,6 +89,24 @@ function changeText(value, old, better) {
   return h("span.pd-pl-change", { "data-good": String(good) }, [h("b", {}, [`${value > old ? "▲" : "▼"} ${text}`]), ` ${good ? "better" : "worse"}`]);
 }
 
+/** A column for each number; for each run what was measured, simulated, and by how much they differ. */
+function comparison(runs) {
+  const show = ({ unit }, value) => (value == null ? "–" : unit === "s" ? duration(value) : unit === "B" ? quantity(value, "B") : `${digits(value)} ${unit}`);
+  const off = (row) => (row.measured ? `${signed(Math.round((row.simulated / row.measured - 1) * 100))} %` : "–");
+  const line = (spec, title, values) => h(spec, {}, [h("th", {}, [title]), ...values.map((text) => h("td", {}, [text]))]);
+  const head = h("tr", {}, [h("th"), ...runs[0].rows.map((row) => h("th", {}, [row.label]))]);
+  const lines = runs.flatMap(({ name, rows }) => {
+    const of = (kind) => [name ? `${name}, ${kind}` : kind, rows.map((row) => show(row, row[kind]))];
+    return [line("tr.pd-strong", ...of("measured")), line("tr", ...of("simulated")), line("tr", "simulated is off by", rows.map(off))];
+  });
+  return h("div.pd-pl-scroll", {}, [h("table", {}, [h("thead", {}, [head]), h("tbody", {}, lines)])]);
+}
+
+/** Said of a run for real that had company. */
+function besideText(count) {
+  return count ? ` ${count} simulation${count > 1 ? "s" : ""} ran beside it and took some of its time.` : "";
+}
+
 /** 1, 2 or 5 times a power of ten, not below: an axis that stays while a slider moves a little. */
 function niceEnd(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1e-9)));
@@ -104,4 +132,58 @@ function timeAxis(a) {
   const step = [1, 2, 5, 10].map((n) => n * power).find((t) => t >= least * 0.9999);
   const values = Array.from({ length: Math.floor(a.end / step + 1e-9) + 1 }, (_, i) => i * step);
   return values.map((v) => `<path class="pd-pl-grid" d="M${a.x(v)} ${a.top}V${a.bottom + 5}"/><text x="${a.x(v)}" y="${a.bottom + 22}" text-anchor="${a.x(v) > a.right - 14 ? "end" : "middle"}">${v ? duration(v) : "0"}</text>`).join("");
+}
+
+// ---- a lab ----------------------------------------------------------------------------------
+
+/** A page that simulates what its controls say, and runs it for real: it has `build`, `draw` and `drawState`. */
+class Lab {
+  constructor(model) {
+    this.model = model;
+    this.asker = new Asker(model, (arrived) => (arrived ? this.drawSoon() : this.drawState()));
+  }
+
+  /** When it is built: draw what changes from here on. */
+  listen(handlers) {
+    const stops = [listen(this.model, handlers), onAppearance(this.root, () => this.draw()), this.asker.stop];
+    this.stop = () => stops.forEach((stop) => stop());
+    this.model.send({ type: "views", change: 1 });
+  }
+
+  destroy() {
+    this.stop();
+    clearTimeout(this.slow);
+    this.model.send({ type: "views", change: -1 });
+  }
+
+  get = (name) => this.model.get(name);
+
+  set(values) {
+    this.asker.ask({ type: "set", values });
+  }
+
+  drawSoon = onceSoon(() => this.draw());
+
+  /** For the workload's seed and the limits; `seed` has what is different about its box. */
+  buildBoxes(seed = {}) {
+    const box = (label, name, read, props) => h("input.pd-pl-box", { type: "text", inputmode: "decimal", "aria-label": label, onchange: (e) => this.set({ [name]: read(e.target.value) }), onkeydown: keepKeys, ...props });
+    this.boxes = {
+      seed: box("seed of the workload", "seed", (text) => Math.max(0, Math.round(+text) || 0), seed),
+      ttft_slo_s: box("ttft limit in seconds", "ttft_slo_s", readNumber), tpot_slo_s: box("tpot limit in seconds", "tpot_slo_s", readNumber) };
+  }
+
+  /** What is being corrected, after a message, stays. */
+  syncBoxes() {
+    for (const [name, box] of Object.entries(this.boxes)) if (document.activeElement !== box || !this.get("message")) box.value = this.get(name);
+  }
+
+  buildReal() {
+    const ask = (type) => () => this.asker.ask({ type });
+    this.runButton = h("button.pd-pl-run", { type: "button", onclick: ask("run") }, ["Run it for real"]);
+    this.stopButton = h("button", { type: "button", hidden: true, onclick: ask("stop") }, ["Stop"]);
+    this.realText = h("span", { role: "status" });
+    this.bar = h("progress", { hidden: true, "aria-label": "finished requests" });
+    this.table = h("div.pd-pl-table", { hidden: true });
+    return h("section.pd-pl-real", { "aria-label": "Run it for real" }, [h("div.pd-pl-realbar", {}, [this.runButton, this.stopButton, this.bar, this.realText]), this.table]);
+  }
 }

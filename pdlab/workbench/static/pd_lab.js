@@ -1,7 +1,6 @@
 // The PDLab: controls, three ways of serving beside each other, their timelines and waits, and a run for real.
 // Data: pd_lab_data.py.
 
-const RATE_PLACES = 48; // a slider's places from an eighth of the usual rate to eight times it
 const PLOT = { left: 34, right: 48, bottom: 24 };
 const LANES = { most: 16, least: 7, gap: 2, title: 19, height: 68 }; // of each way, in pixels
 const RANGE = { left: 14, right: 26, row: 17, top: 20, bottom: 22 };
@@ -16,36 +15,17 @@ function render({ model, el }) {
   return () => view.destroy();
 }
 
-class PDLab {
+class PDLab extends Lab {
   constructor(model) {
-    this.model = model;
+    super(model);
     this.modes = this.get("header").modes;
-    this.asker = new Asker(model, (arrived) => (arrived ? this.drawSoon() : this.drawState()));
     this.build();
     const draw = () => this.asker.asked === null && this.drawSoon(); // controls, once the answer is complete
-    this.stop = listen(model, {
+    this.listen({
       "change:results": () => this.drawSoon(), "change:about": draw, "change:message": draw, "change:chosen": draw, "change:view": draw, "change:workloads": draw,
       "change:progress": () => this.drawState(), "change:real": () => this.drawReal(), "change:reals": () => this.drawSoon(),
     });
-    this.stopAppearance = onAppearance(this.root, () => this.draw());
-    model.send({ type: "views", change: 1 });
   }
-
-  destroy() {
-    this.stop();
-    this.asker.stop();
-    this.stopAppearance();
-    clearTimeout(this.slow);
-    this.model.send({ type: "views", change: -1 });
-  }
-
-  get = (name) => this.model.get(name);
-
-  set(values) {
-    this.asker.ask({ type: "set", values });
-  }
-
-  drawSoon = onceSoon(() => this.draw());
 
   // ---- building: once ---------------------------------------------------------------------
 
@@ -70,16 +50,13 @@ class PDLab {
     const read = (name, values) => values ?? Object.keys(this.get(`${name}s`));
     const pick = (label, name, values, text = (v) => v) => {
       const node = h("select", { "aria-label": label, onchange: () => this.set({ [name]: read(name, values)[node.selectedIndex] }) });
-      return { name, node, text, values: () => read(name, values), box: h("div.pd-pl-group", {}, [h("span.pd-pl-label", {}, [label]), node]) };
+      return { name, node, text, values: () => read(name, values), box: group(label, node) };
     };
     this.picks = [
       pick("workload", "workload", null, (v) => v.split("/").at(-1)), pick("devices", "num_devices", header.num_devices, String), pick("times of", "machine", header.machines),
       pick("link", "link", header.links), pick("K and V go", "transfer", header.transfers, (v) => TRANSFER_NAMES[v] ?? v),
       pick("prompts on D", "local_prefill_tokens", header.local_tokens, (v) => (v ? `up to ${v}` : "none"))];
-    const box = (label, name, read, props = {}) => h("input.pd-pl-box", { type: "text", inputmode: "decimal", "aria-label": label, onchange: (e) => this.set({ [name]: read(e.target.value) }), onkeydown: keepKeys, ...props });
-    this.boxes = {
-      seed: box("seed of the workload", "seed", (text) => Math.max(0, Math.round(+text) || 0)),
-      ttft_slo_s: box("ttft limit in seconds", "ttft_slo_s", readNumber), tpot_slo_s: box("tpot limit in seconds", "tpot_slo_s", readNumber) };
+    this.buildBoxes();
     const limits = h("div.pd-pl-slo", {}, [h("label", {}, ["TTFT ≤", this.boxes.ttft_slo_s, "s"]), h("label", {}, ["TPOT ≤", this.boxes.tpot_slo_s, "s"]), h("label", {}, ["seed", this.boxes.seed])]);
     return h("div.pd-pl-controls", {}, [
       h("div.pd-pl-sliders", {}, [h("div.pd-dl-ratio", {}, [this.ratio.node, this.advice]), ...[this.prefillChunk, this.decodeChunk, this.rate].map((s) => s.node)]),
@@ -124,16 +101,6 @@ class PDLab {
     this.waitsKey = h("div.pd-legend");
     body.append(this.waits, this.waitsKey, this.words);
     return node;
-  }
-
-  buildReal() {
-    const ask = (type) => () => this.asker.ask({ type });
-    this.runButton = h("button.pd-pl-run", { type: "button", onclick: ask("run") }, ["Run it for real"]);
-    this.stopButton = h("button", { type: "button", hidden: true, onclick: ask("stop") }, ["Stop"]);
-    this.realText = h("span", { role: "status" });
-    this.bar = h("progress", { hidden: true, "aria-label": "finished requests" });
-    this.table = h("div.pd-pl-table", { hidden: true });
-    return h("section.pd-pl-real", { "aria-label": "Run it for real" }, [h("div.pd-pl-realbar", {}, [this.runButton, this.stopButton, this.bar, this.realText]), this.table]);
   }
 
   // ---- drawing ----------------------------------------------------------------------------
@@ -207,14 +174,14 @@ class PDLab {
     this.ratio.values = Array.from({ length: count - 1 }, (_, i) => i + 1);
     this.ratio.node.querySelector("input").disabled = count === 2;
     this.decodeChunk.values = header.decode_chunks[machine];
-    this.rate.values = Array.from({ length: RATE_PLACES + 1 }, (_, i) => Number((usual * 2 ** ((6 * i) / RATE_PLACES - 3)).toPrecision(2)));
+    this.rate.values = ratesAround(usual);
     const traits = [[this.ratio, "num_prefill"], [this.prefillChunk, "prefill_chunk"], [this.decodeChunk, "decode_chunk"], [this.rate, "rate_rps"]];
     if (!this.asker.isBusy) for (const [s, name] of traits) s.sync(this.get(name));
     for (const { name, node, text, values } of this.picks) {
       if (node.options.length !== values().length) clear(node, ...values().map((v) => h("option", { value: v }, [text(v)])));
       node.selectedIndex = values().indexOf(this.get(name));
     }
-    for (const [name, box] of Object.entries(this.boxes)) if (document.activeElement !== box || !this.get("message")) box.value = this.get(name);
+    this.syncBoxes();
     this.picks[0].node.title = this.get("workloads")[this.get("workload")];
     const { advice, advice_words: words } = this.get("about");
     this.advice.textContent = advice === this.get("num_prefill") ? "✓ advised" : `advised: ${this.ratioText(advice)}`;
@@ -379,18 +346,11 @@ class PDLab {
   }
 
   drawTable(reals) {
-    const show = (row, value) => (value == null ? "–" : row.unit === "s" ? duration(value) : row.unit === "B" ? quantity(value, "B") : `${digits(value)} ${row.unit}`);
-    const off = (row) => (row.measured ? `${signed(Math.round((row.simulated / row.measured - 1) * 100))} %` : "–");
-    const line = (title, values, cls = "") => h("tr" + cls, {}, [h("th", {}, [title]), ...values.map((text) => h("td", {}, [text]))]);
-    const head = h("tr", {}, [h("th"), ...reals[0].rows.map((row) => h("th", {}, [row.label]))]);
-    const lines = reals.flatMap(({ name, rows }) => [
-      line(`${name}, measured`, rows.map((r) => show(r, r.measured)), ".pd-strong"), line(`${name}, simulated`, rows.map((r) => show(r, r.simulated))), line("simulated is off by", rows.map(off))]);
     const last = reals.at(-1);
     const slower = Object.entries(last.slower).map(([role, ratio]) => `${digits(ratio)} ×${{ prefill: " (prompts)", decode: " (outputs)" }[role] ?? ""}`).join(", ");
-    const beside = last.beside ? ` ${last.beside} simulation${last.beside > 1 ? "s" : ""} ran beside it and took some of its time.` : "";
     const now = reals.some((each) => each.line === this.get("results")[each.mode]?.line) ? "" : " These are other settings than those above.";
-    clear(this.table, h("div.pd-pl-scroll", {}, [h("table", {}, [h("thead", {}, [head]), h("tbody", {}, lines)])]),
-      h("div.pd-hint", {}, [`First ${this.get("real").num ?? this.get("header").num_real} requests of ${last.line}. ${capital(last.measured)}; ${last.simulated}. Real steps took ${slower} the simulated time.${beside}${now}`]));
+    clear(this.table, comparison(reals),
+      h("div.pd-hint", {}, [`First ${this.get("real").num ?? this.get("header").num_real} requests of ${last.line}. ${capital(last.measured)}; ${last.simulated}. Real steps took ${slower} the simulated time.${besideText(last.beside)}${now}`]));
   }
 }
 

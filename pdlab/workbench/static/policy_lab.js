@@ -4,7 +4,6 @@
 const BUDGETS = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192];
 const CHUNKS = [16, 32, 64, 128, 256, 512, 1024, 2048, null]; // null: the whole budget
 const SEATS = [1, 2, 4, 8, 16, 32, 64, 128, 256];
-const RATE_PLACES = 48; // a slider's places from an eighth of the usual rate to eight times it
 const MODE_NAMES = { static: "static", prefill_first: "prefill first", decode_first: "decode first", mixed: "mixed" };
 const MODE_HINTS = {
   static: "a batch starts when nothing runs, and nobody joins until all of it has finished",
@@ -31,32 +30,13 @@ function render({ model, el }) {
   return () => view.destroy();
 }
 
-class PolicyLab {
+class PolicyLab extends Lab {
   constructor(model) {
-    this.model = model;
-    this.asker = new Asker(model, (arrived) => (arrived ? this.drawSoon() : this.drawState()));
+    super(model);
     this.build();
     const draw = () => this.asker.asked === null && this.drawSoon(); // else once, when the answer is complete
-    this.stop = listen(model, { "change:result": draw, "change:pinned": draw, "change:message": draw, "change:policies": draw, "change:real": () => this.drawReal() });
-    this.stopAppearance = onAppearance(this.root, () => this.draw());
-    model.send({ type: "views", change: 1 });
+    this.listen({ "change:result": draw, "change:pinned": draw, "change:message": draw, "change:policies": draw, "change:real": () => this.drawReal() });
   }
-
-  destroy() {
-    this.stop();
-    this.asker.stop();
-    this.stopAppearance();
-    clearTimeout(this.slow);
-    this.model.send({ type: "views", change: -1 });
-  }
-
-  get = (name) => this.model.get(name);
-
-  set(values) {
-    this.asker.ask({ type: "set", values });
-  }
-
-  drawSoon = onceSoon(() => this.draw());
 
   // ---- building: once ---------------------------------------------------------------------
 
@@ -84,12 +64,11 @@ class PolicyLab {
       slider("seats", "max_num_seqs: most requests that run at once", SEATS, (v) => this.set({ max_num_seqs: v }), String),
       slider("rate", "requests a second that arrive", [], (v) => this.set({ rate_rps: v }), (v) => `${rateText(v)}/s`),
     ];
-    this.seed = h("input.pd-pl-box", { type: "number", min: 0, step: 1, "aria-label": "seed of the workload", onchange: () => this.set({ seed: Math.max(0, Math.round(+this.seed.value) || 0) }), onkeydown: keepKeys });
-    const group = (label, node) => h("div.pd-pl-group", {}, [h("span.pd-pl-label", {}, [label]), node]);
+    this.buildBoxes({ type: "number", min: 0, step: 1 });
     return h("div.pd-pl-controls", {}, [
       h("div.pd-pl-radios", {}, [group("batching", this.batching.node), group("policy", this.policy.node)]),
       h("div.pd-pl-sliders", {}, this.sliders.map((s) => s.node)),
-      h("div.pd-pl-choices", {}, [group("workload", this.workload), group("seed", this.seed), group("step times of", this.machine)])]);
+      h("div.pd-pl-choices", {}, [group("workload", this.workload), group("seed", this.boxes.seed), group("step times of", this.machine)])]);
   }
 
   buildPin() {
@@ -115,20 +94,8 @@ class PolicyLab {
   buildCurve() {
     const [node, body] = section("TTFT", "part of all requests; dashed: pinned", "pd-pl-curve");
     this.curve = h("div.pd-pl-plot");
-    const box = (name) => h("input.pd-pl-box", { type: "text", inputmode: "decimal", "aria-label": `${name} limit in seconds`, onchange: (e) => this.set({ [`${name}_slo_s`]: readNumber(e.target.value) }), onkeydown: keepKeys });
-    this.slo = { ttft: box("ttft"), tpot: box("tpot") };
-    body.append(this.curve, h("div.pd-pl-slo", {}, [h("span", {}, ["limits:"]), h("label", {}, ["TTFT ≤", this.slo.ttft, "s"]), h("label", {}, ["TPOT ≤", this.slo.tpot, "s"])]));
+    body.append(this.curve, h("div.pd-pl-slo", {}, [h("span", {}, ["limits:"]), h("label", {}, ["TTFT ≤", this.boxes.ttft_slo_s, "s"]), h("label", {}, ["TPOT ≤", this.boxes.tpot_slo_s, "s"])]));
     return node;
-  }
-
-  buildReal() {
-    const ask = (type) => () => this.asker.ask({ type });
-    this.runButton = h("button.pd-pl-run", { type: "button", onclick: ask("run") }, ["Run it for real"]);
-    this.stopButton = h("button", { type: "button", hidden: true, onclick: ask("stop") }, ["Stop"]);
-    this.realText = h("span", { role: "status" });
-    this.bar = h("progress", { hidden: true, "aria-label": "finished requests" });
-    this.table = h("div.pd-pl-table", { hidden: true });
-    return h("section.pd-pl-real", { "aria-label": "Run it for real" }, [h("div.pd-pl-realbar", {}, [this.runButton, this.stopButton, this.bar, this.realText]), this.table]);
   }
 
   // ---- drawing ----------------------------------------------------------------------------
@@ -175,12 +142,10 @@ class PolicyLab {
     for (const name of ["batching", "policy", "view"]) (name === "view" ? this.views : this[name]).choose(this.get(name));
     for (const name of ["workload", "machine"]) this[name].value = this.get(name);
     this.workload.title = this.get("header").workloads[this.get("workload")];
-    const usual = this.get("header").usual_rates[this.get("machine")];
-    this.sliders[3].values = Array.from({ length: RATE_PLACES + 1 }, (_, i) => Number((usual * 2 ** ((6 * i) / RATE_PLACES - 3)).toPrecision(2)));
+    this.sliders[3].values = ratesAround(this.get("header").usual_rates[this.get("machine")]);
     const traits = ["max_num_batched_tokens", "chunk_size", "max_num_seqs", "rate_rps"];
     if (!this.asker.isBusy) this.sliders.forEach((s, i) => s.sync(this.get(traits[i])));
-    const boxes = [[this.seed, "seed"], [this.slo.ttft, "ttft_slo_s"], [this.slo.tpot, "tpot_slo_s"]];
-    for (const [box, name] of boxes) if (document.activeElement !== box || !this.get("message")) box.value = this.get(name);
+    this.syncBoxes();
   }
 
   drawTiles({ numbers, settings }) {
@@ -300,15 +265,8 @@ class PolicyLab {
   }
 
   drawTable(real) {
-    const show = (row, value) => (value == null ? "–" : row.unit === "s" ? duration(value) : `${digitsOf(value)} ${row.unit}`);
-    const off = (row) => (row.measured ? `${signed(Math.round((row.simulated / row.measured - 1) * 100))} %` : "–");
-    const cell = (tag, text, cls = "") => h(tag + cls, {}, [text]);
-    const head = h("tr", {}, [cell("th", ""), ...real.rows.map((row) => cell("th", row.label))]);
-    const line = (title, values, cls = "") => h("tr" + cls, {}, [cell("th", title), ...values.map((text) => cell("td", text))]);
-    const beside = real.beside ? ` ${real.beside} simulation${real.beside > 1 ? "s" : ""} ran beside it and took some of its time.` : "";
-    clear(this.table, h("div.pd-pl-scroll", {}, [h("table", {}, [h("thead", {}, [head]), h("tbody", {}, [
-      line("measured", real.rows.map((r) => show(r, r.measured)), ".pd-strong"), line("simulated", real.rows.map((r) => show(r, r.simulated))), line("simulated is off by", real.rows.map(off))])])]),
-      h("div.pd-hint", {}, [`First ${real.num} of ${real.of} requests: ${real.line}. ${real.measured}; ${real.simulated}.${beside}`]));
+    clear(this.table, comparison([{ rows: real.rows }]),
+      h("div.pd-hint", {}, [`First ${real.num} of ${real.of} requests: ${real.line}. ${real.measured}; ${real.simulated}.${besideText(real.beside)}`]));
   }
 }
 

@@ -32,7 +32,7 @@ class WinMap {
     this.message = h("div.pd-pl-message", { role: "alert", hidden: true });
     const pick = (label, name, values, text = String) => {
       const node = h("select", { "aria-label": label, onchange: () => this.asker.ask({ type: "set", values: { [name]: values[node.selectedIndex] } }) }, values.map((v) => h("option", { value: v }, [text(v)])));
-      return [name, node, values, h("div.pd-pl-group", {}, [h("span.pd-pl-label", {}, [label]), node])];
+      return [name, node, values, group(label, node)];
     };
     this.picks = [
       pick("workload", "workload", Object.keys(workloads)), pick("workers", "num_workers", counts), pick("each", "machine", Object.keys(machines), (v) => machines[v]), pick("link", "link", links)];
