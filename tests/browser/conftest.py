@@ -16,10 +16,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import nbformat
 import pytest
 
 from pdlab.cli.lab_server import server_arguments, write_settings
@@ -30,12 +32,14 @@ HELP = (
     "elsewhere set PDLAB_BROWSER) and playwright (pip install -e '.[test]')"
 )
 SHOTS = Path(__file__).parents[2] / "ci-output"
+SIZE = {"width": 1280, "height": 1100}
 START_S = 60
 KERNEL_IDLE = """() => {
   const session = window.jupyterapp?.shell.currentWidget?.sessionContext;
   const kernel = session?.session?.kernel;
   return session?.isReady && kernel?.connectionStatus === 'connected' && kernel?.status === 'idle';
 }"""
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 SETTINGS = {
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
     "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
@@ -81,7 +85,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator:
-    """Headless Chromium; Playwright drives the system's own.
+    """Headless Chromium, the system's own, driven by Playwright: what a page has loaded is kept.
 
     It keeps an event loop running in this thread, where no other can then run: so it ends with this
     folder's tests.
@@ -92,14 +96,20 @@ def browser() -> Iterator:
     flags = [flag for flag in FLAGS if flag != "--headless"]
     with sync_api.sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=path, headless=True, args=flags)
-        yield chromium
+        yield chromium.new_context(viewport=SIZE)
         chromium.close()
 
 
 @pytest.fixture
 def page(browser) -> Iterator:
-    """A fresh page; the test fails if the page raised an error or a request of it failed."""
-    page = browser.new_page(viewport={"width": 1280, "height": 1100})
+    with fresh_page(browser) as page:
+        yield page
+
+
+@contextmanager
+def fresh_page(browser) -> Iterator:
+    """A page; at its end, a test fails if it raised an error or fetched from elsewhere."""
+    page = browser.new_page()
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda r: _is_foreign(r.url) and errors.append(f"fetched {r.url}"))
@@ -115,6 +125,34 @@ def open_and_run(page, lab: Lab, notebook: str) -> None:
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=120_000)
     page.wait_for_function(KERNEL_IDLE, timeout=90_000)
     page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells') }")
+
+
+def run_cells(page, lab: Lab, name: str, cells: Sequence[str]) -> None:
+    """Write a notebook of these cells to the lab's folder, open it and run all."""
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    book.metadata["kernelspec"] = KERNEL
+    nbformat.write(book, lab.folder / f"{name}.ipynb")
+    open_and_run(page, lab, f"{name}.ipynb")
+
+
+def run_cell(page, index: int) -> None:
+    """Run one cell of the open notebook."""
+    page.evaluate(
+        "(index) => { const { content } = window.jupyterapp.shell.currentWidget;"
+        " content.activeCellIndex = index;"
+        " window.jupyterapp.commands.execute('notebook:run-cell') }",
+        index,
+    )
+
+
+def change_theme(page, theme: str) -> None:
+    """To `Dark` or `Light`; the widgets need a moment more to follow."""
+    name = f"JupyterLab {theme}"
+    page.evaluate(
+        "(theme) => { window.jupyterapp.commands.execute('apputils:change-theme', { theme }) }",
+        name,
+    )
+    page.wait_for_selector(f"body[data-jp-theme-name='{name}']", state="attached")
 
 
 def screenshot(target, name: str) -> Path:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import nbformat
-
-from .conftest import KERNEL_IDLE, Lab, open_and_run, screenshot
+from .conftest import KERNEL_IDLE, SIZE, Lab, change_theme, run_cells, screenshot
 
 CELLS = [
     "import pdlab\nfrom pdlab import workbench as wb\n"
@@ -28,11 +26,7 @@ LONG = "Write a long story about a lighthouse."
 
 
 def test_chat_streams_stops_and_reuses_the_prefix(page, lab: Lab) -> None:
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in CELLS])
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    book.metadata["kernelspec"] = kernel
-    nbformat.write(book, lab.folder / "chat.ipynb")
-    open_and_run(page, lab, "chat.ipynb")
+    run_cells(page, lab, "chat", CELLS)
     page.wait_for_selector(".pd-chat", timeout=120_000)
     page.wait_for_function(KERNEL_IDLE, timeout=60_000)
     answer_streams_and_escape_stops_it(page)
@@ -40,11 +34,7 @@ def test_chat_streams_stops_and_reuses_the_prefix(page, lab: Lab) -> None:
     shift_enter_begins_a_line_and_empty_says_nothing(page)
     what_is_too_long_is_refused_and_not_lost(page)
     for theme in ("Dark", "Light"):
-        page.evaluate(
-            "(theme) => { window.jupyterapp.commands.execute('apputils:change-theme', { theme }) }",
-            f"JupyterLab {theme}",
-        )
-        page.wait_for_selector(f"body[data-jp-theme-name='JupyterLab {theme}']", state="attached")
+        change_theme(page, theme)
         page.wait_for_timeout(300)
         screenshot(page.locator(".pd-chat"), f"chat-{theme.lower()}")
     page.set_viewport_size({"width": 620, "height": 1100})
@@ -52,7 +42,7 @@ def test_chat_streams_stops_and_reuses_the_prefix(page, lab: Lab) -> None:
     view = page.locator(".pd-chat")
     assert view.evaluate("(e) => e.scrollWidth <= e.clientWidth + 1")
     screenshot(view, "chat-narrow")
-    page.set_viewport_size({"width": 1280, "height": 1100})
+    page.set_viewport_size(SIZE)
     cell_run_again_ends_the_old_answer(page)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import nbformat
-
-from .conftest import Lab, open_and_run, screenshot
+from .conftest import Lab, run_cells, screenshot
 
 NAMES = ("fp32", "fp16", "bf16", "fp8", "int8", "int4")
 CELL = """import pdlab
@@ -14,11 +12,7 @@ wb.FormatLab(model, list(range(40)), 'int8', max_tokens=4)"""
 
 
 def test_every_format_can_be_picked(page, lab: Lab) -> None:
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    book.metadata["kernelspec"] = kernel
-    nbformat.write(book, lab.folder / "format_lab.ipynb")
-    open_and_run(page, lab, "format_lab.ipynb")
+    run_cells(page, lab, "format_lab", [CELL])
     page.wait_for_selector(".pd-format-lab[data-shown]", timeout=120_000)
     for half in ("V", "K"):
         for name in NAMES:

@@ -7,7 +7,7 @@ import select
 
 import nbformat
 
-from .conftest import KERNEL_IDLE, Lab, open_and_run, screenshot
+from .conftest import KERNEL_IDLE, Lab, run_cell, run_cells, screenshot
 
 CELLS = [
     "import pdlab\nfrom pdlab import workbench as wb\nmodel = pdlab.load('random:tiny-llama')",
@@ -18,14 +18,7 @@ ROOT = "document.querySelector('.pd-live-cluster')"
 
 
 def test_a_class_starts_kills_and_stops(page, lab: Lab) -> None:
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in CELLS])
-    book.metadata["kernelspec"] = {
-        "display_name": "Python 3",
-        "language": "python",
-        "name": "python3",
-    }
-    nbformat.write(book, lab.folder / "live.ipynb")
-    open_and_run(page, lab, "live.ipynb")
+    run_cells(page, lab, "live", CELLS)
     it_waits_to_be_started(page)
     first = it_starts(page)
     a_killed_worker_is_seen_and_its_answers_go_on(page)
@@ -101,15 +94,6 @@ def the_kernel_is_free(page) -> None:
         timeout=20_000,
     )
     assert view(page).get_attribute("data-state") == "running"
-
-
-def run_cell(page, index: int) -> None:
-    page.evaluate(
-        "(index) => { const { content } = window.jupyterapp.shell.currentWidget;"
-        " content.activeCellIndex = index;"
-        " window.jupyterapp.commands.execute('notebook:run-cell') }",
-        index,
-    )
 
 
 def it_is_started_anew(page) -> None:

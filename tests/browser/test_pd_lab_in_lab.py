@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import nbformat
 import pytest
 
 from pdlab.workbench.pd_lab_machines import THERE
 
-from .conftest import KERNEL_IDLE, Lab, open_and_run, screenshot
+from .conftest import KERNEL_IDLE, SIZE, Lab, change_theme, run_cell, run_cells, screenshot
 
 CELLS = [
     "import pdlab\nfrom pdlab import workbench as wb\nfrom pdlab.costmodel import LinearStepTimes\n"
@@ -42,11 +41,7 @@ ANSWERS_MS = """async ([label, places]) => {
 
 @pytest.fixture
 def running(page, lab: Lab):
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in CELLS])
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    book.metadata["kernelspec"] = kernel
-    nbformat.write(book, lab.folder / "pd.ipynb")
-    open_and_run(page, lab, "pd.ipynb")
+    run_cells(page, lab, "pd", CELLS)
     page.wait_for_selector(".pd-disagg-lab[data-answered]", timeout=120_000)
     page.wait_for_selector(".pd-win-map[data-answered]", timeout=120_000)
     page.wait_for_function(KERNEL_IDLE, timeout=60_000)
@@ -156,11 +151,7 @@ def it_runs_for_real_while_the_kernel_is_free(page) -> None:
         pytest.skip("needs two cores")
     button.click()
     page.wait_for_selector(".pd-disagg-lab[data-real=running]", timeout=20_000)
-    page.evaluate(
-        "() => { const { content } = window.jupyterapp.shell.currentWidget;"
-        " content.activeCellIndex = 2;"
-        " window.jupyterapp.commands.execute('notebook:run-cell') }"
-    )
+    run_cell(page, 2)
     page.wait_for_function(
         "() => document.querySelectorAll('.jp-Cell')[2].textContent.includes('[5]')",
         timeout=20_000,
@@ -232,11 +223,7 @@ def a_map_is_computed_and_stopped(page) -> None:
 def themes_and_widths_fit(page) -> None:
     both = ((view(page), "pd-lab"), (page.locator(".pd-win-map"), "win-map"))
     for theme in ("Dark", "Light"):
-        page.evaluate(
-            "(theme) => { window.jupyterapp.commands.execute('apputils:change-theme', { theme }) }",
-            f"JupyterLab {theme}",
-        )
-        page.wait_for_selector(f"body[data-jp-theme-name='JupyterLab {theme}']", state="attached")
+        change_theme(page, theme)
         page.wait_for_timeout(400)
         for widget, name in both:
             screenshot(widget, f"{name}-{theme.lower()}-after")
@@ -246,4 +233,4 @@ def themes_and_widths_fit(page) -> None:
         for widget, name in both:
             assert widget.evaluate("(e) => e.scrollWidth <= e.clientWidth + 1"), (name, width)
             screenshot(widget, f"{name}-{width}")
-    page.set_viewport_size({"width": 1280, "height": 1100})
+    page.set_viewport_size(SIZE)

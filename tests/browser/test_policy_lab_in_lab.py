@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import nbformat
 import pytest
 
-from .conftest import KERNEL_IDLE, Lab, open_and_run, screenshot
+from .conftest import KERNEL_IDLE, SIZE, Lab, change_theme, run_cell, run_cells, screenshot
 
 CELLS = [
     "import pdlab\nfrom pdlab import workbench as wb\nfrom pdlab.costmodel import LinearStepTimes\n"
@@ -58,11 +57,7 @@ PROBED = [
 
 @pytest.fixture
 def running(page, lab: Lab):
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(s) for s in CELLS])
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    book.metadata["kernelspec"] = kernel
-    nbformat.write(book, lab.folder / "policy.ipynb")
-    open_and_run(page, lab, "policy.ipynb")
+    run_cells(page, lab, "policy", CELLS)
     page.wait_for_selector(".pd-policy-lab[data-answered]", timeout=120_000)
     page.wait_for_function(KERNEL_IDLE, timeout=60_000)
     return page
@@ -163,11 +158,7 @@ def the_load_is_shown(page) -> None:
 def it_runs_for_real_while_the_kernel_is_free(page) -> None:
     view(page).get_by_role("button", name="Run it for real").click()
     page.wait_for_selector(".pd-policy-lab[data-real=running]", timeout=20_000)
-    page.evaluate(
-        "() => { const { content } = window.jupyterapp.shell.currentWidget;"
-        " content.activeCellIndex = 3;"
-        " window.jupyterapp.commands.execute('notebook:run-cell') }"
-    )
+    run_cell(page, 3)
     page.wait_for_function(
         "() => document.querySelectorAll('.jp-OutputArea-output pre').length >= 1"
         " && document.querySelectorAll('.jp-Cell')[3].textContent.includes('[5]')",
@@ -194,11 +185,7 @@ def it_stops(page) -> None:
 
 def themes_and_widths_fit(page) -> None:
     for theme in ("Dark", "Light"):
-        page.evaluate(
-            "(theme) => { window.jupyterapp.commands.execute('apputils:change-theme', { theme }) }",
-            f"JupyterLab {theme}",
-        )
-        page.wait_for_selector(f"body[data-jp-theme-name='JupyterLab {theme}']", state="attached")
+        change_theme(page, theme)
         page.wait_for_timeout(400)
         screenshot(view(page), f"policy-lab-{theme.lower()}-after")
     for width in (1000, 700):
@@ -206,7 +193,7 @@ def themes_and_widths_fit(page) -> None:
         page.wait_for_timeout(400)
         assert view(page).evaluate("(e) => e.scrollWidth <= e.clientWidth + 1"), width
         screenshot(view(page), f"policy-lab-{width}")
-    page.set_viewport_size({"width": 1280, "height": 1100})
+    page.set_viewport_size(SIZE)
 
 
 def report_answer_times(page, capsys: pytest.CaptureFixture) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import nbformat
 import pytest
 
-from .conftest import Lab, open_and_run, screenshot
+from .conftest import Lab, change_theme, run_cells, screenshot
 
 CELLS = [
     "import pdlab\nfrom pdlab import SamplingParams\nfrom pdlab import workbench as wb\n"
@@ -35,12 +34,7 @@ ANSWER_MS = """async (slider) => {
 @pytest.fixture
 def running(page, lab: Lab):
     """Both labs in a notebook, shown."""
-    cells = [nbformat.v4.new_code_cell(source) for source in CELLS]
-    book = nbformat.v4.new_notebook(cells=cells)
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    book.metadata["kernelspec"] = kernel
-    nbformat.write(book, lab.folder / "labs.ipynb")
-    open_and_run(page, lab, "labs.ipynb")
+    run_cells(page, lab, "labs", CELLS)
     page.wait_for_selector(".pd-sampling-lab[data-answered]", timeout=180_000)
     page.wait_for_selector(".pd-constraint-lab[data-step]", timeout=180_000)
     return page
@@ -219,12 +213,7 @@ def an_impossible_one_is_said(page) -> None:
 
 
 def themes_and_widths_fit(page) -> None:
-    name = "JupyterLab Dark"
-    page.evaluate(
-        "(theme) => { window.jupyterapp.commands.execute('apputils:change-theme', { theme }) }",
-        name,
-    )
-    page.wait_for_selector(f"body[data-jp-theme-name='{name}']", state="attached")
+    change_theme(page, "Dark")
     page.wait_for_timeout(500)
     for widget in ("sampling", "constraint"):
         screenshot(page.locator(f".pd-{widget}-lab"), f"{widget}-lab-dark")

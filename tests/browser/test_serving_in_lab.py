@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import nbformat
-
-from .conftest import Lab, open_and_run, screenshot
+from .conftest import Lab, run_cells, screenshot
 
 MAKE = """from pdlab import EngineConfig, workbench as wb
 from pdlab.costmodel.step_times import LinearStepTimes
@@ -29,12 +27,7 @@ task = asyncio.ensure_future(tell())"""
 
 
 def test_a_page_of_requests_is_turned_and_a_limit_moved(page, lab: Lab) -> None:
-    cells = [nbformat.v4.new_code_cell(text) for text in (MAKE, COMPARE, TELL)]
-    book = nbformat.v4.new_notebook(cells=cells)
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    book.metadata["kernelspec"] = kernel
-    nbformat.write(book, lab.folder / "serving.ipynb")
-    open_and_run(page, lab, "serving.ipynb")
+    run_cells(page, lab, "serving", (MAKE, COMPARE, TELL))
     page.wait_for_selector(".pd-gantt[data-shown^='static/0/']", timeout=120_000)
     gantt = page.locator(".pd-gantt")
     gantt.get_by_role("button", name="mixed").click()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import nbformat
-
-from .conftest import Lab, open_and_run, screenshot
+from .conftest import Lab, run_cells, screenshot
 
 MAKE = """import pdlab
 from pdlab import EngineConfig, SamplingParams, workbench as wb
@@ -39,12 +37,7 @@ task = asyncio.ensure_future(tell())"""
 
 
 def test_another_request_is_chosen(page, lab: Lab) -> None:
-    cells = [nbformat.v4.new_code_cell(text) for text in (MAKE, SHOW, TELL)]
-    book = nbformat.v4.new_notebook(cells=cells)
-    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    book.metadata["kernelspec"] = kernel
-    nbformat.write(book, lab.folder / "transfer.ipynb")
-    open_and_run(page, lab, "transfer.ipynb")
+    run_cells(page, lab, "transfer", (MAKE, SHOW, TELL))
     page.wait_for_selector(".pd-transfer-view[data-shown='whole/1/push,stream']", timeout=120_000)
     view = page.locator(".pd-transfer-view")
     assert "blocks of 16" in view.locator(".pd-tv-blocks").inner_text()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import nbformat
+from collections.abc import Iterator
+
 import pytest
 
 from pdlab import Engine, EngineConfig, Model, SamplingParams
@@ -11,7 +12,7 @@ from pdlab.workbench.palette import STAGE, rgb
 
 from ..workbench.handmade import KV_BYTES
 from ..workbench.handmade_memory import memory_moves
-from .conftest import Lab, open_and_run, screenshot
+from .conftest import SIZE, Lab, change_theme, fresh_page, run_cells, screenshot
 
 PROMPT = "Why does a language model read a long prompt faster than it writes an answer?"
 CELLS = [
@@ -50,8 +51,8 @@ RESPONSE_MS = """async (slider) => {
 
 
 @pytest.fixture(scope="module")
-def notebook(lab: Lab, smollm2: Model) -> str:
-    """A notebook over a run recorded here; the lab serves it."""
+def running(browser, lab: Lab, smollm2: Model) -> Iterator:
+    """A notebook over a run recorded here, open, run, and all of its widgets shown."""
     with (
         Engine(smollm2, EngineConfig(num_blocks=48, chunk_size=12)) as engine,
         engine.probe(layers=[0, 8, 16]),
@@ -62,25 +63,12 @@ def notebook(lab: Lab, smollm2: Model) -> str:
             pass
         engine.trace.save(lab.folder / "run.json.gz")
     memory_moves().save(lab.folder / "memory.json.gz")
-    cells = [nbformat.v4.new_code_cell(source) for source in CELLS]
-    book = nbformat.v4.new_notebook(cells=cells)
-    book.metadata["kernelspec"] = {
-        "display_name": "Python 3",
-        "language": "python",
-        "name": "python3",
-    }
-    nbformat.write(book, lab.folder / "widgets.ipynb")
-    return "widgets.ipynb"
-
-
-@pytest.fixture
-def running(page, lab: Lab, notebook: str):
-    """The notebook open, run, and all of its widgets shown."""
-    open_and_run(page, lab, notebook)
-    page.wait_for_selector(".pd-roofline[data-shown]", timeout=60_000)
-    page.wait_for_selector(".pd-ledger[data-step='2']", timeout=60_000)
-    page.wait_for_selector(".js-plotly-plot .gtitle", timeout=60_000)
-    return page
+    with fresh_page(browser) as page:
+        run_cells(page, lab, "widgets", CELLS)
+        page.wait_for_selector(".pd-roofline[data-shown]", timeout=60_000)
+        page.wait_for_selector(".pd-ledger[data-step='2']", timeout=60_000)
+        page.wait_for_selector(".js-plotly-plot .gtitle", timeout=60_000)
+        yield page
 
 
 def test_widgets_and_figures_react(running, capsys: pytest.CaptureFixture) -> None:
@@ -99,12 +87,13 @@ def test_widgets_and_figures_react(running, capsys: pytest.CaptureFixture) -> No
     narrow_page_fits(running)
 
 
-def test_saved_notebook_shows_cards_when_opened_again(running, lab: Lab, notebook: str) -> None:
+def test_saved_notebook_shows_cards_when_opened_again(running, lab: Lab) -> None:
+    """Leaves the page: so it comes last."""
     running.get_by_text("✓ the end").wait_for(timeout=120_000)
     running.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
     views = running.locator(".pdlab").count()
     assert views == 7  # what is open stays live
-    running.goto(lab.address(notebook))
+    running.goto(lab.address("widgets.ipynb"))
     running.get_by_text("run this cell to make it live").first.wait_for(timeout=120_000)
     assert running.get_by_text("Error displaying widget").count() == 0
     assert running.locator(".pdlab").count() == 0
@@ -256,12 +245,7 @@ def live_stepper_runs_the_engine(page) -> None:
 
 
 def theme_is_followed(page, theme: str) -> None:
-    name = f"JupyterLab {theme.capitalize()}"
-    page.evaluate(
-        "(theme) => { window.jupyterapp.commands.execute('apputils:change-theme', { theme }) }",
-        name,
-    )
-    page.wait_for_selector(f"body[data-jp-theme-name='{name}']", state="attached")
+    change_theme(page, theme.capitalize())
     color = page.locator(".pd-stepper .pd-title").first.evaluate("(e) => getComputedStyle(e).color")
     assert color == ("rgb(232, 234, 237)" if theme == "dark" else "rgb(27, 31, 36)")
     page.wait_for_timeout(500)
@@ -282,3 +266,4 @@ def narrow_page_fits(page) -> None:
         root = page.locator(f".pd-{widget}").first
         assert root.evaluate("(e) => e.scrollWidth <= e.clientWidth + 1"), widget
         screenshot(root, f"{widget}-narrow")
+    page.set_viewport_size(SIZE)
