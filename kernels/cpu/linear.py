@@ -46,7 +46,7 @@ def linear(
     y = torch.empty(len(x), weight.out_features)
     if len(x):
         flat = x.view(-1).numpy(), y.view(-1).numpy()
-        _run(*flat, len(x), weight, planes, team or _alone())
+        _run(*flat, len(x), weight, planes, team or alone())
     return y
 
 
@@ -82,7 +82,7 @@ def panels_per_chunk(weight: Weight, rows: int, num_threads: int) -> int:
     return -(-weight.panels // (a_thread * num_threads))
 
 
-def _alone() -> "Team":
+def alone() -> "Team":
     """A team of the calling thread alone."""
     from .team import Team
 

@@ -189,6 +189,7 @@ load_halves = _load(Floats, ir.VectorType(_I16, 8), _widen_half)
 
 # --- memory --------------------------------------------------------------------------------------
 
+
 load_floats = _load(Floats, Floats.vector)
 load_bytes = _load(Bytes, Bytes.vector)
 load_shorts = _load(Shorts, Shorts.vector)
@@ -264,12 +265,29 @@ _EXPONENTIAL = (
     5.0000000000000000e-1,
 )
 
+
+def _largest_or_nan(builder: Any, a: Any, b: Any) -> Any:
+    take = builder.or_(builder.fcmp_ordered(">", a, b), builder.fcmp_unordered("uno", a, a))
+    return builder.select(take, a, b)
+
+
+def _smallest_or_nan(builder: Any, a: Any, b: Any) -> Any:
+    take = builder.or_(builder.fcmp_ordered("<", a, b), builder.fcmp_unordered("uno", a, a))
+    return builder.select(take, a, b)
+
+
+def _unless_hidden(builder: Any, score: Any, weight: Any) -> Any:
+    hidden = builder.fcmp_ordered("==", score, _constant(Floats.vector, float("-inf")))
+    return builder.select(hidden, _constant(Floats.vector, 0.0), weight)
+
+
 zero_floats = _operation(Floats, 0, lambda builder: _constant(Floats.vector, 0.0))
 zero_ints = _operation(Ints, 0, lambda builder: _constant(Ints.vector, 0))
 zero_shorts = _operation(Shorts, 0, lambda builder: _constant(Shorts.vector, 0))
 add_floats = _operation(Floats, 2, lambda builder, a, b: builder.fadd(a, b))
 add_ints = _operation(Ints, 2, lambda builder, a, b: builder.add(a, b))
 add_shorts = _operation(Shorts, 2, lambda builder, a, b: builder.add(a, b))
+subtract = _operation(Floats, 2, lambda builder, a, b: builder.fsub(a, b))
 negated = _operation(Floats, 1, lambda builder, a: builder.fneg(a))
 multiply = _operation(Floats, 2, lambda builder, a, b: builder.fmul(a, b))
 divide = _operation(Floats, 2, lambda builder, a, b: builder.fdiv(a, b))
@@ -279,6 +297,11 @@ magnitude = _operation(
     Floats, 1, lambda builder, a: _call(builder, "llvm.fabs.v8f32", Floats.vector, [a])
 )
 larger = _operation(Floats, 2, _larger)
+"""The larger of two; b where one of them is NaN."""
+largest_or_nan = _operation(Floats, 2, _largest_or_nan)
+smallest_or_nan = _operation(Floats, 2, _smallest_or_nan)
+unless_hidden = _operation(Floats, 2, _unless_hidden)
+"""b, but 0 in lanes where a is -infinity."""
 low_nibbles = _operation(Bytes, 1, lambda builder, a: builder.and_(a, _constant(Bytes.vector, 15)))
 high_nibbles = _operation(Bytes, 1, lambda builder, a: builder.lshr(a, _constant(Bytes.vector, 4)))
 sum_pairs = _operation(
@@ -295,6 +318,9 @@ total_ints = _operation(
     types.int32, 1, lambda builder, a: _halves(builder, a, lambda b, x, y: b.add(x, y))
 )
 largest = _operation(types.float32, 1, lambda builder, a: _halves(builder, a, _larger))
+most = _operation(types.float32, 1, lambda builder, a: _halves(builder, a, _largest_or_nan))
+"""The largest lane, NaN if there is one."""
+least = _operation(types.float32, 1, lambda builder, a: _halves(builder, a, _smallest_or_nan))
 
 
 @intrinsic
