@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import pydoc_data.topics
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -23,6 +21,7 @@ import torch
 from tqdm.auto import tqdm
 
 from pdlab.bench.mixes import Mix, all_mixes, possible
+from pdlab.bench.prompts import passages
 from pdlab.engine import Engine, EngineConfig
 from pdlab.kvcache import blocks_for
 from pdlab.machine import describe_machine
@@ -33,8 +32,6 @@ from pdlab.trace import StepRecord
 NUM_STEPS = 6
 """Decode steps of a run."""
 BLOCK_SIZE = 16
-CHARACTERS_PER_TOKEN = 12
-"""More than any text of the prompts needs."""
 DIGITS = 4
 """Significant digits of the times that are kept."""
 VERSIONS = ("pdlab", "torch", "numpy", "llguidance")
@@ -149,7 +146,7 @@ def measure_sampling(
         "device": str(model.decoder.device),
         "load_before": _load(),
     }
-    prompts = _prompts(model, batch, context_len)
+    prompts = passages(model, batch, context_len)
     config = _config(batch, context_len, num_steps, constraint_backend)
     records: dict[str, list[StepRecord]] = {mix.name: [] for mix in mixes}
     with Engine(model, config) as engine:
@@ -215,21 +212,6 @@ def _config(batch: int, context_len: int, num_steps: int, constraint_backend: st
         constraint_backend=constraint_backend,
         record_trace=False,
     )
-
-
-def _prompts(model: Model, batch: int, length: int) -> list[list[int]]:
-    """Passages of the help texts in Python's standard library, or random tokens."""
-    if model.tokenizer is None:
-        draw = random.Random(0)
-        return [
-            [draw.randrange(model.config.vocab_size) for _ in range(length)] for _ in range(batch)
-        ]
-    topics = pydoc_data.topics.topics
-    text = "\n".join(topics[name] for name in sorted(topics))
-    wanted = batch * length
-    ids = model.tokenizer.encode(text[: CHARACTERS_PER_TOKEN * wanted])
-    ids *= -(-wanted // len(ids))
-    return [ids[i * length : (i + 1) * length] for i in range(batch)]
 
 
 def _load() -> float | None:

@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-bench_app = typer.Typer(help="Measure things side by side, in one run.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure things side by side, in one run.")
 app.add_typer(bench_app, name="bench")
 
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
@@ -288,6 +288,60 @@ def _given(context: typer.Context) -> set[str]:
     """Names of the parameters that stand on the command line."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
+@bench_app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="BACKEND WEIGHTS [KV], say 'cpu int8'; may be given several times."),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=PYTHON[,MODEL], see README; may be given several times."),
+    ] = None,
+    transformers: Annotated[bool, typer.Option(help="Measure transformers too.")] = True,
+    rounds: Annotated[int, typer.Option(help="Of all modes and peers in turn.")] = 5,
+    tokens: Annotated[int, typer.Option(help="Generated of each prompt.")] = 48,
+    threads: Annotated[int | None, typer.Option(help="For each; all cores by default.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="About a minute: 2 rounds of 12 tokens.")
+    ] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="The CUDA GPU instead: kernels, prefill, decode.")
+    ] = False,
+    minutes: Annotated[float, typer.Option(help="--gpu: stop measuring after these.")] = 7.5,
+    save: Annotated[Path | None, typer.Option(help="Write the measurement here, as JSON.")] = None,
+    chart: Annotated[
+        Path | None, typer.Option(help="Write a chart here: .html, or JSON for plotly.")
+    ] = None,
+) -> None:
+    """How fast pdlab is, beside its peers and the machine's own floor; or one of the commands."""
+    if context.invoked_subcommand:
+        return
+    with one_line_errors():
+        if gpu:
+            from pdlab.cli.bench_gpu import bench_gpu
+
+            bench_gpu(minutes=minutes, save=save)
+            return
+        from pdlab.bench.entries import MODES
+        from pdlab.cli.bench_speed import AskedSpeed, bench_speed
+
+        bench_speed(
+            AskedSpeed(
+                modes=mode or MODES,
+                peers=peer or (),
+                rounds=rounds,
+                num_tokens=tokens,
+                threads=threads,
+                transformers=transformers,
+                quick=quick,
+                save=save,
+                chart=chart,
+            )
+        )
 
 
 @bench_app.command()

@@ -131,6 +131,11 @@ def _key(device: str, dtype: str) -> dict[str, Any]:
 # --- measuring -----------------------------------------------------------------------------------
 
 
+def measure(device: str = "cpu", dtype: str = "fp32") -> Hardware:
+    """As `calibrate`, of this very moment: the cache is neither read nor written."""
+    return _measure(_key(device, dtype))
+
+
 def _measure(key: dict[str, Any]) -> Hardware:
     import torch
 
