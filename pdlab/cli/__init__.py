@@ -291,7 +291,7 @@ def _given(context: typer.Context) -> set[str]:
 
 
 @bench_app.callback(invoke_without_command=True)
-def bench(
+def bench_speed_or_gpu(
     context: typer.Context,
     mode: Annotated[
         list[str] | None,
