@@ -13,6 +13,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -24,6 +25,10 @@ from typing import Any, TextIO
 
 STARTER = Path(__file__).resolve().parent / "peers" / "start.py"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+LEAD_HERE = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Variables that would keep another environment's Python from its own packages."""
+TUNED_HERE = ("GOMP_SPINCOUNT",)
+"""Set by `import pdlab`, for pdlab: a peer runs as if it had been started alone."""
 LAST_WORDS = 300
 """Characters of stderr that an error message keeps."""
 
@@ -79,7 +84,6 @@ class PeerProcess:
         self._asked = 0
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._stderr: TextIO = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        environment = os.environ | dict.fromkeys(THREAD_VARIABLES, str(num_threads))
         try:
             self._process = subprocess.Popen(
                 command or [entry.python, str(STARTER), entry.kind],
@@ -89,7 +93,7 @@ class PeerProcess:
                 text=True,
                 encoding="utf-8",
                 errors="replace",
-                env=environment,
+                env=_environment(entry, num_threads),
                 start_new_session=True,
             )
         except OSError as error:
@@ -201,6 +205,17 @@ class PeerProcess:
         self._stderr.seek(0)
         words = " ".join(self._stderr.read().split())
         return f": ... {words[-LAST_WORDS:]}" if words else ""
+
+
+def _environment(entry: Entry, num_threads: int) -> dict[str, str]:
+    """This process's variables, less those that mean pdlab or its environment, and the threads."""
+    hidden: set[str] = set()
+    if not entry.is_pdlab:
+        hidden.update(TUNED_HERE)
+    if entry.python != sys.executable:
+        hidden.update(LEAD_HERE)
+    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    return kept | dict.fromkeys(THREAD_VARIABLES, str(num_threads))
 
 
 def _parsed(line: str) -> dict[str, Any]:

@@ -306,7 +306,7 @@ def bench_speed_or_gpu(
     tokens: Annotated[int, typer.Option(help="Generated of each prompt.")] = 48,
     threads: Annotated[int | None, typer.Option(help="For each; all cores by default.")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="About a minute: 2 rounds of 12 tokens.")
+        bool, typer.Option("--quick", help="About a minute: a prompt of 128 tokens, twice.")
     ] = False,
     gpu: Annotated[
         bool, typer.Option("--gpu", help="The CUDA GPU instead: kernels, prefill, decode.")

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from pdlab.bench.contest import Entry
 from pdlab.bench.entries import MODES, REFERENCE, mode_entry, peer_entry, transformers_entry
-from pdlab.bench.speed import Column, Contestant, SpeedBench, Spread
+from pdlab.bench.speed import CASES, Column, Contestant, SpeedBench, Spread
 from pdlab.bench.speed_agreement import Likeness, measure_likeness
 from pdlab.bench.speed_run import measure_speed
 from pdlab.cli.text import si
@@ -21,7 +21,8 @@ from pdlab.cli.walk import check_save
 from pdlab.machine import num_cores
 from pdlab.models import load, load_outline
 
-QUICK_ROUNDS, QUICK_TOKENS = 2, 12
+QUICK_ROUNDS, QUICK_TOKENS, QUICK_CASES = 2, 24, CASES[:1]
+"""Of `--quick`: one prompt of 128 tokens is all that is tried."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def bench_speed(asked: AskedSpeed) -> None:
         entries,
         rounds=QUICK_ROUNDS if asked.quick else asked.rounds,
         num_tokens=QUICK_TOKENS if asked.quick else asked.num_tokens,
+        cases=QUICK_CASES if asked.quick else CASES,
         threads=asked.threads or num_cores(),
         tell=lambda line: console.print(escape(line), soft_wrap=True),
         progress=console.is_terminal,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdlab.bench.contest import STARTER, Entry, PeerError, PeerProcess
+from pdlab.bench.contest import STARTER, Entry, PeerError, PeerProcess, _environment
 from pdlab.bench.entries import MODES, PEERS, mode_entry, peer_entry
 from pdlab.bench.peers.serve import Clock, files_bytes
 
@@ -132,6 +132,19 @@ def test_the_starter_leaves_nothing_of_its_folder_on_the_path(tmp_path: Path) ->
     result = subprocess.run(command, input=question, capture_output=True, text=True, check=True)
     assert "ValueError" in result.stdout
     assert str(tmp_path) not in result.stdout
+
+
+def test_a_peer_runs_as_if_it_had_been_started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTHONPATH", "GOMP_SPINCOUNT", "KEPT"):
+        monkeypatch.setenv(name, "ours")
+    ours = _environment(Entry("x", "pdlab_engine", sys.executable, ""), 4)
+    assert {"PYTHONPATH", "GOMP_SPINCOUNT", "KEPT"} <= ours.keys()
+    assert ours["OMP_NUM_THREADS"] == "4"
+    beside = _environment(Entry("x", "transformers", sys.executable, ""), 4)
+    assert ours.keys() - beside.keys() == {"GOMP_SPINCOUNT"}
+    elsewhere = _environment(Entry("x", "vllm", "/other/python", ""), 4)
+    assert {"PYTHONPATH", "GOMP_SPINCOUNT"} <= ours.keys() - elsewhere.keys()
+    assert elsewhere["KEPT"] == "ours"
 
 
 # --- who takes part ------------------------------------------------------------------------------

@@ -329,7 +329,7 @@ def test_bench_takes_modes_peers_and_files(asked: dict[str, Any], tmp_path: Path
         result = CliRunner().invoke(app, ["bench", *options, *extra])
         assert result.exit_code == 0, result.output
     assert asked["names"] == ["cpu int8", "ctranslate2"]
-    assert (asked["rounds"], asked["num_tokens"]) == (2, 12)
+    assert (asked["rounds"], asked["num_tokens"], len(asked["cases"])) == (2, 24, 1)
     saved = json.loads(files["speed.json"].read_text())
     assert saved["agreement"][0]["name"] == "cpu int8"
     assert json.loads(files["chart.json"].read_text())["layout"]["title"]
