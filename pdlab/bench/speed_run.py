@@ -117,6 +117,7 @@ class Contest:
             sum(len(ids) + num_tokens for ids in batch) for batch in prompts.values()
         )
         self._running: dict[str, PeerProcess] = {}
+        self.open_s, self.answer_s = OPEN_S, ANSWER_S
 
     def admit(self, entry: Entry, threads: int, start: Start, stack: ExitStack) -> None:
         """Start one, load its model, and run each case once for nothing."""
@@ -127,9 +128,9 @@ class Contest:
             return
         try:
             [prompt, *_] = next(iter(self._prompts.values()))
-            about = peer.open([prompt[:16]], self._most_tokens, OPEN_S)
+            about = peer.open([prompt[:16]], self._most_tokens, self.open_s)
             for prompts in self._prompts.values():
-                peer.generate(prompts, WARM_UP_TOKENS, OPEN_S)
+                peer.generate(prompts, WARM_UP_TOKENS, self.open_s)
         except PeerError as error:
             peer.close()
             self._leave_out(entry.name, error)
@@ -146,7 +147,7 @@ class Contest:
         peer = self._running[name]
         peer.wake()
         try:
-            answer = peer.generate(self._prompts[case.name], self._num_tokens, ANSWER_S)
+            answer = peer.generate(self._prompts[case.name], self._num_tokens, self.answer_s)
         except PeerError as error:
             self._running.pop(name).close()
             self._leave_out(name, error)

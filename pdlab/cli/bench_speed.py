@@ -157,15 +157,22 @@ def ratios_table(found: SpeedBench) -> Table:
         table.add_column(_head(column), justify="right", no_wrap=True)
     modes = (f"[dim]{escape(b.name) if b else '-'}[/]" for b in best.values())
     table.add_row("[dim]its name[/]", *modes)
-    for peer in found.contestants:
-        if not peer.is_pdlab:
-            ratios = (
-                found.ratio(ours.name, peer.name, column) if ours else None
-                for column, ours in best.items()
-            )
-            cells = ("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)
-            table.add_row(escape(peer.name), *cells)
+    peers = [contestant for contestant in found.contestants if not contestant.is_pdlab]
+    for peer in peers:
+        cells = (_ratio(found, best[column], peer, column) for column in columns)
+        table.add_row(escape(peer.name), *cells)
+    cells = (
+        _ratio(found, best[column], found.best(column, pdlab=False), column) for column in columns
+    )
+    table.add_row("the fastest of them", *cells, style="bold")
     return table
+
+
+def _ratio(
+    found: SpeedBench, ours: Contestant | None, peer: Contestant | None, column: Column
+) -> str:
+    ratio = found.ratio(ours.name, peer.name, column) if ours and peer else None
+    return "-" if ratio is None else f"{ratio:.2f}x"
 
 
 def _head(column: Column) -> str:

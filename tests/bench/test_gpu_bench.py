@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import pdlab
 from pdlab.bench import gpu
-from pdlab.bench.contest import PeerProcess
-from pdlab.bench.speed import Case
+from pdlab.bench.contest import Entry, PeerProcess
+from pdlab.bench.speed import Case, Ceilings
 from pdlab.cli import app, bench_gpu
 
 from .speed_helpers import peers_folder, starting
@@ -72,6 +72,14 @@ def test_where_no_time_is_left_nothing_is_begun(
     assert not found.models["tiny-llama"].samples
     text = _printed(found)
     assert "no time left for tiny-qwen2: transformers" in text
+
+
+def test_one_that_hangs_gets_no_more_than_the_time_that_is_left(tmp_path: Path) -> None:
+    course = gpu._Course("random:tiny-llama", SMALL, lambda line: None)
+    entry = Entry("stuck", "fake_peer", "-", "-", {"fails": "hangs", "at": "open"})
+    course.run(entry, starting(peers_folder(tmp_path)), 0.5)
+    bench = course.result(Ceilings(1e12, 1e14, 1.0), "H1")
+    assert bench.skipped["stuck"].startswith("did not answer within 0 s")
 
 
 def test_kernels_get_their_part_of_the_time(tmp_path: Path) -> None:

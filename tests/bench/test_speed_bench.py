@@ -255,6 +255,8 @@ def test_the_report_has_numbers_ratios_texts_and_who_was_left_out() -> None:
     assert row.split()[2] == "30"
     [row] = [line for line in lines if line.startswith("llama.cpp") and "x" in line]
     assert row.split() == ["llama.cpp", "1.50x", "1.50x"]
+    [row] = [line for line in lines if line.startswith("the fastest of them")]
+    assert row.split()[-2:] == ["1.50x", "1.50x"]
     assert "  cpu int8: 1 of 1 answers the same" in lines
     assert "left out: vllm: RuntimeError: [red]no[/]" in lines
 

@@ -38,9 +38,7 @@ def peers_figure(found: SpeedBench, source: str | None = None) -> go.Figure:
         cols=len(columns),
         shared_yaxes=True,
         horizontal_spacing=0.025,
-        subplot_titles=[
-            f"{column.name.replace(', ', '<br>')}, {column.unit}" for column in columns
-        ],
+        subplot_titles=[_head(column) for column in columns],
     )
     for number, column in enumerate(columns, start=1):
         _add_bars(figure, found, column, number)
@@ -56,6 +54,13 @@ def peers_figure(found: SpeedBench, source: str | None = None) -> go.Figure:
     for note in figure.layout.annotations:
         note.update(font={"size": 14, "color": INK.text})
     return figure
+
+
+def _head(column: Column) -> str:
+    """Two lines above a column's bars."""
+    if column.kind == "ttft":
+        return f"{column.name}, {column.unit}<br>(less is better)"
+    return f"{column.name.replace(', ', '<br>')}, {column.unit}"
 
 
 def _add_bars(figure: go.Figure, found: SpeedBench, column: Column, number: int) -> None:
