@@ -32,15 +32,19 @@ REQUEST = "pdlab.engine.request"
 
 @dataclass(frozen=True)
 class Mutant:
-    """`edits` are (text, replacement), each text standing exactly once in the module."""
+    """`edits` are (text, replacement), each text standing exactly once in the module.
+
+    `seed` is that of a run that noticed the bug when others before did not: it is tried first.
+    """
 
     name: str
     module: str
     edits: tuple[tuple[str, str], ...]
+    seed: int = 0
 
 
-def mutant(name: str, module: str, *edits: tuple[str, str]) -> Mutant:
-    return Mutant(name, module, edits)
+def mutant(name: str, module: str, *edits: tuple[str, str], seed: int = 0) -> Mutant:
+    return Mutant(name, module, edits, seed)
 
 
 MUTANTS = [
@@ -62,6 +66,7 @@ MUTANTS = [
             "            if may(sequence):\n                return sequence\n",
             "            return sequence if may(sequence) else None\n",
         ),
+        seed=67,
     ),
     mutant(
         "a paused sequence keeps its blocks from those who wait",
@@ -70,6 +75,7 @@ MUTANTS = [
             "            if not paused:\n                return None\n            self._preempt",
             "            return None\n            self._preempt",
         ),
+        seed=67,
     ),
     mutant(
         "a paused sequence loses its place",
@@ -86,6 +92,7 @@ MUTANTS = [
             "return next((s for s in reversed(self.running) if s.paused), self.running[-1])",
             "return self.running[-1]",
         ),
+        seed=1078,
     ),
     mutant(
         "a stop token counts before min_tokens are there",
@@ -180,6 +187,7 @@ MUTANTS = [
         "an abort counts as having overtaken",
         WAITING,
         ("if sequence.turn:", "if True:"),
+        seed=90,
     ),
     mutant(
         "one that is preempted while its static batch gathers must wait for the next",
@@ -299,6 +307,7 @@ MUTANTS = [
             "                if all(p.sequence is not s for p in batch.scheduled)\n"
             "            )",
         ),
+        seed=656,
     ),
     mutant(
         "the preempted go to the end of the queue",
@@ -380,11 +389,13 @@ MUTANTS = [
         "somebody is admitted past a prompt that waits for room",
         SCHEDULER,
         ("if not batch.starved and not batch.preempted:", "if not batch.preempted:"),
+        seed=505,
     ),
     mutant(
         "somebody is admitted right after another was preempted",
         SCHEDULER,
         ("if not batch.starved and not batch.preempted:", "if not batch.starved:"),
+        seed=75,
     ),
     mutant(
         "prompt chunks come before decodes",
@@ -556,6 +567,7 @@ MUTANTS = [
         "evictions are not counted",
         POOL,
         ("            self.num_evictions += 1\n", ""),
+        seed=219,
     ),
     mutant(
         "the least recently used block is evicted last",
@@ -888,6 +900,7 @@ MUTANTS = [
         "cached blocks are held up to where the cache ends, not where host memory ends",
         MANAGER,
         ("goes_on = max(num_tokens, holder.num_computed_tokens)", "goes_on = num_tokens"),
+        seed=518,
     ),
     # --- admission and several engines ---
     mutant(
@@ -910,6 +923,7 @@ MUTANTS = [
             "            self._preempt(self._victim(), batch)\n        batch",
             "            pass\n        batch",
         ),
+        seed=220,
     ),
     mutant(
         "sharing saves nothing in the record",
