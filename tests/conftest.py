@@ -1,6 +1,10 @@
-"""What all tests share: few threads, repeatable hypothesis runs, the real model loaded once."""
+"""What all tests share: few threads, repeatable hypothesis runs, the real model loaded once.
+
+And in which order several processes take them.
+"""
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +22,57 @@ settings.register_profile(
 settings.register_profile("explore", parent=settings.get_profile("repeatable"), derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+BROWSER = "tests/browser"
+LONGEST = (
+    BROWSER,
+    "notebooks/08_disaggregation.ipynb",
+    "tests/engine/test_constraints.py",
+    "notebooks/04_kv_formats.ipynb",
+    "notebooks/03_paged_kv.ipynb",
+    "notebooks/07_scheduling.ipynb",
+    "notebooks/02_decode.ipynb",
+    "tests/kernels/triton/test_interpreter.py",
+    "tests/engine/test_fuzz.py",
+    "notebooks/05_windows_and_eviction.ipynb",
+    "notebooks/06_sampling_and_output.ipynb",
+    "notebooks/01_prefill.ipynb",
+    "tests/disagg/test_ray.py",
+    "tests/test_project.py",
+    "tests/disagg/test_ranks.py",
+    "tests/kernels/triton/test_compile.py",
+    "tests/disagg/test_processes.py",
+)
+"""Files, or a folder, that take half a minute or more, about in this order."""
+
 
 def pytest_configure() -> None:
     """More threads than cores make small matrix products slower, not faster."""
     asked = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
     num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     torch.set_num_threads(max(1, min(2, asked) // num_processes))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of `--dist loadfile`: the longest first. It would begin with those that have most tests, and
+    leave a process alone with the last long one.
+    """
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LongestFirst(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            """The browser's tests share a JupyterLab: they go to one process, one after another."""
+            return BROWSER if nodeid.startswith(f"{BROWSER}/") else super()._split_scope(nodeid)
+
+        def _assign_work_unit(self, node: Any) -> None:
+            longest = next((each for each in LONGEST if each in self.workqueue), None)
+            if longest:
+                self.workqueue.move_to_end(longest, last=False)
+            super()._assign_work_unit(node)
+
+    return LongestFirst(config, log)
 
 
 @pytest.fixture(scope="session")
