@@ -10,9 +10,9 @@ import numpy as np
 
 from . import attention_tables as t
 from .attention_tiles import all_finite, joined, mix, mix_seen, score, weigh
-from .compiled import inlined, kernel
+from .compiled import kernel, pasted
 from .kv_read import read_rows
-from .kv_write import SCRATCH, write_floats, write_unit
+from .kv_write import SCRATCH, write_open, write_unit
 from .memory import floats_at, longs_at
 from .simd import (
     divide,
@@ -35,58 +35,40 @@ _ONE = np.float32(1)
 
 @kernel
 def write_chunk(kv, plan, layer, qkv, chunk):
-    """Store K and V of some of the step's rows."""
-    heads, head_dim = kv[t.KV_HEADS], kv[t.HEAD_DIM]
+    """Store K and V of some of the step's rows.
+
+    Where scales belong to blocks, only whole blocks become codes; other rows go to the open area.
+    """
+    heads, head_dim, chunks = kv[t.KV_HEADS], kv[t.HEAD_DIM], plan[t.WRITE_CHUNKS]
     width = (kv[t.NUM_HEADS] + 2 * heads) * head_dim
     scratch = np.empty(SCRATCH, np.float32)
     for side in (t.K_SIDE, t.V_SIDE):
         at = width - (2 if side == t.K_SIDE else 1) * heads * head_dim
-        if kv[side + t.BLOCKWISE]:
-            _write_blocks(kv, plan, side, layer, qkv, width, at, chunk, scratch)
-            continue
-        slots = longs_at(plan[t.AT_SLOTS])
-        begin, end = _share(plan, plan[t.NUM_ROWS], chunk)
-        for row in range(begin, end):
+        blockwise = kv[side + t.BLOCKWISE]
+        words = plan[t.BLOCK_UNITS if blockwise else t.ROW_UNITS :]
+        size = kv[t.BLOCK_SIZE] if blockwise else 1
+        units, rows = longs_at(words[t.AT_UNITS]), longs_at(words[t.AT_ROWS])
+        count = words[t.NUM_UNITS]
+        for i in range(count * chunk // chunks, count * (chunk + 1) // chunks):
             for head in range(heads):
-                x_at = row * width + at + head * head_dim
-                slot = slots[row]
-                write_unit(kv, side, layer, head, slot, slot, qkv, 0, x_at, slots, 0, 1, scratch)
-
-
-@inlined
-def _share(plan, count, chunk):
-    """Which of `count` things a chunk writes."""
-    chunks = plan[t.WRITE_CHUNKS]
-    return count * chunk // chunks, count * (chunk + 1) // chunks
-
-
-@kernel
-def _write_blocks(kv, plan, side, layer, qkv, width, at, chunk, scratch):
-    """Where scales belong to blocks: whole blocks as codes, others to the open area."""
-    heads, head_dim, size = kv[t.KV_HEADS], kv[t.HEAD_DIM], kv[t.BLOCK_SIZE]
-    a_group, pair = kv[t.HEADS_A_GROUP], 0 if side == t.K_SIDE else 1
-    begin, end = _share(plan, plan[t.NUM_OPEN], chunk)
-    slots, rows = longs_at(plan[t.AT_OPEN_SLOTS]), longs_at(plan[t.AT_OPEN_ROWS])
-    for i in range(begin, end):
-        for head in range(heads):
-            area = kv[t.AREAS + t.AREA_WORDS * (2 * (head // a_group) + pair) + t.AT_OPEN]
-            to = (slots[i] * a_group + head % a_group) * 4 * head_dim
-            to += layer * kv[side + t.OPEN_LAYER]
-            write_floats(area, to, t.FP32, qkv, rows[i] * width + at + head * head_dim, head_dim)
-    begin, end = _share(plan, plan[t.NUM_WHOLE], chunk)
-    blocks, rows = longs_at(plan[t.AT_WHOLE_BLOCKS]), longs_at(plan[t.AT_WHOLE_ROWS])
-    for i in range(begin, end):
-        for head in range(heads):
-            write_unit(
-                kv, side, layer, head, blocks[i] * size, blocks[i], qkv, width,
-                at + head * head_dim, rows, i * size, size, scratch,
-            )  # fmt: skip
+                write_unit(
+                    kv, side, layer, head, units[i], size, qkv, width, at + head * head_dim, rows,
+                    i * size, scratch,
+                )  # fmt: skip
+        if blockwise:
+            words = plan[t.OPEN_UNITS :]
+            units, rows = longs_at(words[t.AT_UNITS]), longs_at(words[t.AT_ROWS])
+            count = words[t.NUM_UNITS]
+            for i in range(count * chunk // chunks, count * (chunk + 1) // chunks):
+                for head in range(heads):
+                    x_at = rows[i] * width + at + head * head_dim
+                    write_open(kv, side, layer, head, units[i], qkv, x_at)
 
 
 # --- attending -----------------------------------------------------------------------------------
 
 
-@inlined
+@pasted
 def _sums_floats(queries, head_dim):
     """See `attention_plan.sums_floats`."""
     panels = -(-queries // t.LANES)
@@ -107,10 +89,7 @@ def attend_chunk(kv, plan, layer, kind, qkv, out, chunk):
         at = head * panels * head_dim * t.LANES
         _turn_queries(kv, item, item[t.HEAD] + head, qkv, asked, at)
     alone = item[t.PART] == t.NO_PART
-    if alone:
-        sums = np.empty(heads * size, np.float32)
-    else:
-        sums = floats_at(plan[t.AT_PARTS])
+    sums = np.empty(heads * size, np.float32) if alone else floats_at(plan[t.AT_PARTS])
     scratch = np.empty(_scratch_floats(head_dim, panels), np.float32)
     for number in range(item[t.BEGIN], item[t.END]):
         tile = number + item[t.SINK_TILE]
@@ -129,7 +108,7 @@ def attend_chunk(kv, plan, layer, kind, qkv, out, chunk):
             _put_out(kv, item, item[t.HEAD] + head, sums, head * size, out)
 
 
-@kernel
+@pasted
 def _turn_queries(kv, item, head, qkv, to, to_at):
     """Queries of a KV head, scaled, as panels [panels, head_dim, 16]; lanes that are over are 0."""
     head_dim, group = kv[t.HEAD_DIM], kv[t.NUM_HEADS] // kv[t.KV_HEADS]
@@ -144,13 +123,13 @@ def _turn_queries(kv, item, head, qkv, to, to_at):
             to[there + t.LANES * channel] = value
 
 
-@inlined
+@pasted
 def _scratch_floats(head_dim, panels):
     """Keys, values, scores, factors of two kinds, which keys there are, scales spread out."""
     return 2 * t.TILE * head_dim + panels * t.LANES * (t.TILE + 2) + t.TILE + 2 * head_dim + 16
 
 
-@kernel
+@pasted
 def _attend_tile(kv, plan, window, item, layer, tile, head, queries, at, scratch, sums, to, fresh):
     """One tile and one KV head: read, score, weigh, mix."""
     head_dim, group = kv[t.HEAD_DIM], kv[t.NUM_HEADS] // kv[t.KV_HEADS]
@@ -190,80 +169,69 @@ def _attend_tile(kv, plan, window, item, layer, tile, head, queries, at, scratch
             )  # fmt: skip
 
 
-@kernel
+@pasted
 def _read_tile(kv, plan, window, item, layer, tile, head, scratch, there):
-    """Keys and values of a tile that some query of the item sees.
+    """Keys and values of a tile that some query of the item sees, block by block.
 
     Returns how many keys of the tile there are up to the last of these, and whether some before it
     are not there: then scratch[there + key] is 0 for those, and their values are 0.
     """
+    tables, size, head_dim = longs_at(plan[t.AT_TABLES]), kv[t.BLOCK_SIZE], kv[t.HEAD_DIM]
     first, last = item[t.POSITION], item[t.POSITION] + item[t.QUERIES] - 1
     begin, end = tile * t.TILE, (tile + 1) * t.TILE
-    recent = max(begin, first - window[t.SIZE] + 1)
-    until = min(end, last + 1)
-    sink = max(begin, first - window[t.REACH] + 1)
-    sinks_until = min(min(end, window[t.SINKS]), max(recent, begin))
+    recent, values, spread = (
+        max(begin, first - window[t.SIZE] + 1),
+        t.TILE * head_dim,
+        there + t.TILE,
+    )
     for key in range(0, t.TILE, 8):
         store_floats(scratch, there + key, zero_floats())
-    found, count = 0, 0
-    if sink < sinks_until:
-        found += _read_span(kv, plan, item, layer, head, begin, sink, sinks_until, scratch, there)
-        count = sinks_until - begin
-    if recent < until:
-        found += _read_span(kv, plan, item, layer, head, begin, recent, until, scratch, there)
-        count = until - begin
-    if found == count:
-        return count, False
-    head_dim = kv[t.HEAD_DIM]
-    for key in range(count):
-        if scratch[there + key] == 0:
-            for panel in range(0, head_dim, 16):
-                at = t.TILE * (head_dim + panel) + t.LANES * key
-                store_floats(scratch, at, zero_floats())
-                store_floats(scratch, at + 8, zero_floats())
-    return count, True
-
-
-@kernel
-def _read_span(kv, plan, item, layer, head, begin, position, until, scratch, there):
-    """Read keys and values from `position` on into a tile that begins at `begin`; returns how many.
-
-    Block by block, and none that was dropped.
-    """
-    tables, size, head_dim = longs_at(plan[t.AT_TABLES]), kv[t.BLOCK_SIZE], kv[t.HEAD_DIM]
-    values, found = t.TILE * head_dim, 0
-    spread = there + t.TILE
-    while position < until:
-        block, offset = tables[item[t.TABLE] + position // size], position % size
-        some = min(size - offset, until - position)
-        if block >= 0:
-            key = position - begin
-            read_rows(
-                kv, t.K_SIDE, layer, head, block, offset, some, scratch, key * head_dim, head_dim,
-                t.LANES, spread,
-            )  # fmt: skip
-            read_rows(
-                kv, t.V_SIDE, layer, head, block, offset, some, scratch, values + key * t.LANES,
-                t.LANES, t.LANES * t.TILE, spread,
-            )  # fmt: skip
-            for i in range(key, key + some):
-                scratch[there + i] = _ONE
-            found += some
-        position += some
-    return found
+    found, count = end - end, end - end  # no literal 0, for which callees are compiled once more
+    for sinks in (True, False):
+        if sinks:
+            position = max(begin, first - window[t.REACH] + 1)
+            until = min(min(end, window[t.SINKS]), recent)
+        else:
+            position, until = recent, min(end, last + 1)
+        count = max(count, until - begin) if position < until else count
+        while position < until:
+            block, offset = tables[item[t.TABLE] + position // size], position % size
+            some, key = min(size - offset, until - position), position - begin
+            position += some
+            if block >= 0:  # it was not dropped
+                for side in (t.K_SIDE, t.V_SIDE):
+                    to = key * head_dim if side == t.K_SIDE else values + key * t.LANES
+                    row_step = head_dim if side == t.K_SIDE else t.LANES
+                    step = t.LANES if side == t.K_SIDE else t.LANES * t.TILE
+                    read_rows(
+                        kv, side, layer, head, block, offset, some, scratch, to, row_step, step,
+                        spread,
+                    )  # fmt: skip
+                for i in range(key, key + some):
+                    scratch[there + i] = _ONE
+                found += some
+    gaps = found < count
+    if gaps:
+        for key in range(count):
+            if scratch[there + key] == 0:
+                for panel in range(0, head_dim, 16):
+                    at = values + t.TILE * panel + t.LANES * key
+                    store_floats(scratch, at, zero_floats())
+                    store_floats(scratch, at + 8, zero_floats())
+    return count, gaps
 
 
 # --- what is not seen ----------------------------------------------------------------------------
 
 
-@inlined
+@pasted
 def _hides(window, item, tile, count):
     """Whether some query of the item may not see some key of the tile."""
     begin, last = tile * t.TILE, item[t.POSITION] + item[t.QUERIES] - 1
     return begin + count - 1 > item[t.POSITION] or begin < last - window[t.SIZE] + 1
 
 
-@kernel
+@pasted
 def _hide_gaps(scratch, there, count, scores):
     """Hide keys that are not there from a panel."""
     for key in range(count):
@@ -272,7 +240,7 @@ def _hide_gaps(scratch, there, count, scores):
             store_floats(scratch, scores + t.LANES * key + 8, repeated(_HIDDEN))
 
 
-@kernel
+@pasted
 def _hide(window, item, begin, count, first, lanes, group, scratch, scores):
     """Hide from each query of a panel the keys that it may not see."""
     for query in range(lanes):
@@ -288,7 +256,7 @@ def _hide(window, item, begin, count, first, lanes, group, scratch, scores):
 # --- results -------------------------------------------------------------------------------------
 
 
-@kernel
+@pasted
 def _put_out(kv, item, head, sums, at, out):
     """Sums over totals: the rows of a KV head's queries."""
     head_dim, group = kv[t.HEAD_DIM], kv[t.NUM_HEADS] // kv[t.KV_HEADS]
@@ -324,7 +292,7 @@ def combine_chunk(kv, plan, kind, out, chunk):
     _put_rows(kv, join[t.JOIN_ROW], queries, head * group, group, head_dim, parts, first, out)
 
 
-@kernel
+@pasted
 def _join_tile(parts, to, at, queries, head_dim, largest):
     """Join a tile's sums to others; `attention_tiles.mix` does the same in the same order."""
     for half in range(0, queries, 8):

@@ -260,9 +260,10 @@ class AttentionPlan:
         at = address
         self.table: np.ndarray = np.array(
             [
-                *(self.num_rows, self.write_chunks, at(self.slots), at(self._tables)),
-                *(at(kinds), at(self._parts)),
-                *self._block_words(),
+                *(self.write_chunks, at(self._tables), at(kinds), at(self._parts)),
+                *self._written(self.slots, np.arange(self.num_rows)),
+                *(self._written(*blocks[:2]) if blocks else (0, 0, 0)),
+                *(self._written(*blocks[2:]) if blocks else (0, 0, 0)),
             ],
             np.int64,
         )
@@ -296,16 +297,10 @@ class AttentionPlan:
         self._kept.append(table)
         return table
 
-    def _block_words(self) -> list[int]:
-        if self.blocks is None:
-            return [0] * 6
-        arrays = [x.contiguous().numpy() for x in self.blocks]
-        self._kept += arrays
-        blocks, rows, open_slots, open_rows = arrays
-        return [
-            len(open_slots), address(open_slots), address(open_rows),
-            len(blocks), address(blocks), address(rows),
-        ]  # fmt: skip
+    def _written(self, *units_and_rows: np.ndarray | torch.Tensor) -> tuple[int, int, int]:
+        units, rows = (np.ascontiguousarray(x, np.int64) for x in units_and_rows)
+        self._kept += [units, rows]
+        return len(units), address(units), address(rows)
 
     # --- what is read ----------------------------------------------------------------------------
 

@@ -23,8 +23,11 @@ AT_CODES, AT_SCALES, AT_ZEROS, AT_OPEN = range(4)
 AREA_WORDS = 4
 
 # --- AttentionPlan -------------------------------------------------------------------------------
-NUM_ROWS, WRITE_CHUNKS, AT_SLOTS, AT_TABLES, AT_KINDS, AT_PARTS = range(6)
-NUM_OPEN, AT_OPEN_SLOTS, AT_OPEN_ROWS, NUM_WHOLE, AT_WHOLE_BLOCKS, AT_WHOLE_ROWS = range(6, 12)
+WRITE_CHUNKS, AT_TABLES, AT_KINDS, AT_PARTS = range(4)
+ROW_UNITS, BLOCK_UNITS, OPEN_UNITS = 4, 7, 10
+
+# what is written: slots or blocks, and the rows that go there
+NUM_UNITS, AT_UNITS, AT_ROWS = range(3)
 
 # a kind: layers with the same window
 SIZE, SINKS, REACH, AT_ITEMS, AT_JOINS = range(5)

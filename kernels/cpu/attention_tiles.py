@@ -17,7 +17,7 @@ and the weight 0, which adds exactly nothing.
 import numpy as np
 
 from .attention_tables import LANES, TILE
-from .compiled import inlined, kernel
+from .compiled import kernel, pasted
 from .simd import (
     add_floats,
     exponential,
@@ -40,7 +40,7 @@ _HIDDEN = np.float32(-np.inf)
 # --- scores --------------------------------------------------------------------------------------
 
 
-@inlined
+@pasted
 def _four_keys(queries, at, keys, key_at, head_dim, scores, to):
     """Scores of 16 queries and 4 keys."""
     a0, a1, b0, b1 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
@@ -67,7 +67,7 @@ def _four_keys(queries, at, keys, key_at, head_dim, scores, to):
     store_floats(scores, to + 3 * LANES + 8, d1)
 
 
-@inlined
+@pasted
 def _eight_keys(queries, at, keys, key_at, head_dim, scores, to):
     """Scores of the first 8 queries of a panel and 8 keys."""
     a, b, c, d = zero_floats(), zero_floats(), zero_floats(), zero_floats()
@@ -113,7 +113,7 @@ def score(queries, at, lanes, keys, keys_at, head_dim, count, scores, to):
 # --- weights -------------------------------------------------------------------------------------
 
 
-@inlined
+@pasted
 def joined(largest, weight, tile_largest, tile_weight):
     """The largest score and the total of two tiles, and by what the sums of each are multiplied."""
     new = larger(largest, tile_largest)
@@ -152,7 +152,7 @@ def weigh(scores, at, lanes, count, sums, sums_at, fresh, factors, keep, add):
 # --- values --------------------------------------------------------------------------------------
 
 
-@inlined
+@pasted
 def _join_row(low, high, sums, at, fresh, factors, keep, add):
     if not fresh:
         kept, added = repeat_float(factors, keep), repeat_float(factors, add)
@@ -162,7 +162,7 @@ def _join_row(low, high, sums, at, fresh, factors, keep, add):
     store_floats(sums, at + 8, high)
 
 
-@inlined
+@pasted
 def _four_queries(weights, at, values, values_at, count, sums, to, row, fresh, factors, keep, add):
     """Sixteen channels of four queries."""
     a0, a1, b0, b1 = zero_floats(), zero_floats(), zero_floats(), zero_floats()

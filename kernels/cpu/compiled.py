@@ -84,3 +84,12 @@ def kernel(function: Callable[..., Any]) -> Any:
 def inlined(function: Callable[..., Any]) -> Any:
     """A part of kernels, compiled into each of its callers."""
     return njit(forceinline=True, **_OPTIONS)(function)
+
+
+def pasted(function: Callable[..., Any]) -> Any:
+    """A part of one kernel, which has a name of its own to be read; never compiled by itself.
+
+    What a kernel calls is compiled again within it, and so on up to the whole step: a part that is
+    called in one place only costs less to compile if it is pasted there before.
+    """
+    return njit(inline="always", **_OPTIONS)(function)

@@ -7,7 +7,7 @@ channels' least and largest values are found first, then scales are made of them
 import numpy as np
 
 from . import attention_tables as t
-from .compiled import inlined, kernel
+from .compiled import kernel, pasted
 from .memory import bytes_at, floats_at
 from .simd import (
     add_floats,
@@ -25,23 +25,27 @@ from .simd import (
     subtract,
     to_ints,
 )
-from .simd_codes import join_nibbles, store_bfloats, store_first_half, store_halves, to_fp8, to_half
+from .simd_codes import (
+    clamped,
+    join_nibbles,
+    store_bfloats,
+    store_first_half,
+    store_halves,
+    to_fp8,
+    to_half,
+)
 
 _FP16_MAX = np.float32(65504)
 _FP16_TINIEST = np.float32(2.0**-24)
 _HALF_OF_TINIEST = np.float32(2.0**-25)
 _INFINITE = np.float32(np.inf)
+_NOTHING, _INT4_MAX, _INT8_MAX, _FP8_MAX = (np.float32(x) for x in (0, 15, 127, 448))
 LOW, HIGH = 0, 256  # where in a unit's scratch its zeros and its scales lie
 SCRATCH = 512 + 8
 
 
-@inlined
-def _clamped(values, low, high):
-    return smallest_or_nan(largest_or_nan(values, repeated(low)), repeated(high))
-
-
-@kernel
-def write_floats(data, at, format, x, x_at, head_dim):
+@pasted
+def _put_floats(data, at, format, x, x_at, head_dim):
     """A row of a float format to byte `at`."""
     floats, halves = floats_at(data), bytes_at(data)
     for channel in range(0, head_dim, 8):
@@ -54,14 +58,14 @@ def write_floats(data, at, format, x, x_at, head_dim):
             store_bfloats(halves, at + 2 * channel, values)
 
 
-@kernel
+@pasted
 def _begin_unit(scratch, head_dim):
     for channel in range(0, head_dim, 8):
         store_floats(scratch, LOW + channel, repeated(_INFINITE))
         store_floats(scratch, HIGH + channel, repeated(-_INFINITE))
 
 
-@kernel
+@pasted
 def _see_row(scratch, format, x, x_at, head_dim):
     """Widen each channel's range by a row; a symmetric format's by how large it is."""
     for channel in range(0, head_dim, 8):
@@ -73,7 +77,7 @@ def _see_row(scratch, format, x, x_at, head_dim):
         store_floats(scratch, HIGH + channel, largest_or_nan(values, high))
 
 
-@kernel
+@pasted
 def _join_channels(scratch, per, head_dim):
     """Give all channels that share a scale the range of them all."""
     for first in range(0, head_dim, per):
@@ -95,7 +99,7 @@ def _join_channels(scratch, per, head_dim):
             scratch[HIGH + channel] = high
 
 
-@kernel
+@pasted
 def _make_scales(scratch, format, head_dim):
     """Zeros and scales of ranges, as the fp16 that they are stored as."""
     for channel in range(0, head_dim, 8):
@@ -103,92 +107,89 @@ def _make_scales(scratch, format, head_dim):
         if format == t.INT4:
             below = subtract(low, multiply(magnitude(low), repeated(np.float32(2.0**-11))))
             below = subtract(below, repeated(_HALF_OF_TINIEST))
-            zero = to_half(_clamped(below, -_FP16_MAX, _FP16_MAX))
+            zero = to_half(clamped(below, -_FP16_MAX, _FP16_MAX))
             store_floats(scratch, LOW + channel, zero)
-            step = divide(subtract(high, zero), repeated(np.float32(15)))
+            step = divide(subtract(high, zero), repeated(_INT4_MAX))
         elif format == t.INT8:
-            step = divide(high, repeated(np.float32(127)))
+            step = divide(high, repeated(_INT8_MAX))
         else:
-            step = divide(high, repeated(np.float32(448)))
-        step = _clamped(add_floats(step, repeated(_HALF_OF_TINIEST)), _FP16_TINIEST, _FP16_MAX)
+            step = divide(high, repeated(_FP8_MAX))
+        step = clamped(add_floats(step, repeated(_HALF_OF_TINIEST)), _FP16_TINIEST, _FP16_MAX)
         store_floats(scratch, HIGH + channel, to_half(step))
 
 
-@kernel
+@pasted
 def _put_scales(scratch, first, per, head_dim, halves, at):
     """One of each `per` of the scratch's numbers, as fp16."""
     if per == 1:
         for channel in range(0, head_dim, 8):
             store_halves(halves, at + 2 * channel, load_floats(scratch, first + channel))
-        return
-    for scale in range(head_dim // per):
-        store_first_half(halves, at + 2 * scale, load_floats(scratch, first + scale * per))
+    else:
+        for scale in range(head_dim // per):
+            store_first_half(halves, at + 2 * scale, load_floats(scratch, first + scale * per))
 
 
-@inlined
-def _steps(scratch, x, x_at, channel):
-    """Eight channels of a symmetric format in steps of their scale."""
-    return divide(load_floats(x, x_at + channel), load_floats(scratch, HIGH + channel))
-
-
-@inlined
-def _int4_codes(scratch, x, x_at, channel):
-    values = subtract(load_floats(x, x_at + channel), load_floats(scratch, LOW + channel))
-    steps = divide(values, load_floats(scratch, HIGH + channel))
-    return to_ints(_clamped(steps, np.float32(0), np.float32(15)))
-
-
-@kernel
+@pasted
 def _put_codes(scratch, format, x, x_at, head_dim, codes, at):
     """A row's codes."""
-    if format == t.INT4:
-        half = head_dim >> 1
-        for channel in range(0, half, 8):
-            low = _int4_codes(scratch, x, x_at, channel)
-            high = _int4_codes(scratch, x, x_at, channel + half)
-            store_as_bytes(codes, at + channel, join_nibbles(low, high))
-    elif format == t.INT8:
-        for channel in range(0, head_dim, 8):
-            steps = _clamped(_steps(scratch, x, x_at, channel), np.float32(-127), np.float32(127))
+    half = head_dim >> 1
+    for channel in range(0, half if format == t.INT4 else head_dim, 8):
+        values, scale = load_floats(x, x_at + channel), load_floats(scratch, HIGH + channel)
+        if format == t.INT8:
+            steps = clamped(divide(values, scale), -_INT8_MAX, _INT8_MAX)
             store_as_bytes(codes, at + channel, to_ints(steps))
-    else:
-        for channel in range(0, head_dim, 8):
-            steps = _clamped(_steps(scratch, x, x_at, channel), np.float32(-448), np.float32(448))
+        elif format == t.FP8:
+            steps = clamped(divide(values, scale), -_FP8_MAX, _FP8_MAX)
             store_as_bytes(codes, at + channel, to_fp8(steps))
+        else:
+            steps = divide(subtract(values, load_floats(scratch, LOW + channel)), scale)
+            low = to_ints(clamped(steps, _NOTHING, _INT4_MAX))
+            values = load_floats(x, x_at + half + channel)
+            scale = load_floats(scratch, HIGH + half + channel)
+            steps = divide(subtract(values, load_floats(scratch, LOW + half + channel)), scale)
+            high = to_ints(clamped(steps, _NOTHING, _INT4_MAX))
+            store_as_bytes(codes, at + channel, join_nibbles(low, high))
 
 
 @kernel
-def write_unit(
-    kv, side, layer, head, row, scale_row, x, x_row, x_at, rows, rows_at, count, scratch
-):
-    """Codes and scales of `head` of `count` rows, which begin at token row `row` of the blocks.
+def write_unit(kv, side, layer, head, unit, count, x, x_row, x_at, rows, rows_at, scratch):
+    """Codes and scales of `head` of unit number `unit`, of `count` rows: a block, or a slot.
 
-    Row i is x[x_at + x_row * rows[rows_at + i]] and what follows. `scale_row` is the number of the
-    row, or of the block, that the scales belong to.
+    Row i is x[x_at + x_row * rows[rows_at + i]] and what follows.
     """
     head_dim, heads = kv[t.HEAD_DIM], kv[t.HEADS_A_GROUP]
-    pair = 0 if side == t.K_SIDE else 1
-    area = kv[t.AREAS + t.AREA_WORDS * (2 * (head // heads) + pair) :]
+    area = kv[t.AREAS + t.AREA_WORDS * (head // heads * 2 + (0 if side == t.K_SIDE else 1)) :]
     head %= heads
     format, row_bytes = kv[side + t.FORMAT], kv[side + t.ROW_BYTES]
-    codes_at = layer * kv[side + t.CODES_LAYER]
+    at = layer * kv[side + t.CODES_LAYER] + (unit * count * heads + head) * row_bytes
     if format <= t.BF16:
-        at = codes_at + (row * heads + head) * row_bytes
-        write_floats(area[t.AT_CODES], at, format, x, x_at + x_row * rows[rows_at], head_dim)
-        return
-    per = kv[side + t.PER_SCALE]
-    _begin_unit(scratch, head_dim)
-    for i in range(count):
-        _see_row(scratch, format, x, x_at + x_row * rows[rows_at + i], head_dim)
-    if per > 1:
-        _join_channels(scratch, per, head_dim)
-    _make_scales(scratch, format, head_dim)
-    scale_at = layer * kv[side + t.SCALES_LAYER]
-    scale_at += (scale_row * heads + head) * 2 * (head_dim // per)
-    _put_scales(scratch, HIGH, per, head_dim, bytes_at(area[t.AT_SCALES]), scale_at)
-    if format == t.INT4:
-        _put_scales(scratch, LOW, per, head_dim, bytes_at(area[t.AT_ZEROS]), scale_at)
-    codes = bytes_at(area[t.AT_CODES])
-    for i in range(count):
-        at = codes_at + ((row + i) * heads + head) * row_bytes
-        _put_codes(scratch, format, x, x_at + x_row * rows[rows_at + i], head_dim, codes, at)
+        from_ = x_at + x_row * rows[rows_at]
+        _put_floats(area[t.AT_CODES], at, format, x, from_, head_dim)
+    else:
+        per = kv[side + t.PER_SCALE]
+        _begin_unit(scratch, head_dim)
+        for i in range(count):
+            _see_row(scratch, format, x, x_at + x_row * rows[rows_at + i], head_dim)
+        if per > 1:
+            _join_channels(scratch, per, head_dim)
+        _make_scales(scratch, format, head_dim)
+        scale_at = layer * kv[side + t.SCALES_LAYER]
+        scale_at += (unit * heads + head) * 2 * (head_dim // per)
+        _put_scales(scratch, HIGH, per, head_dim, bytes_at(area[t.AT_SCALES]), scale_at)
+        if format == t.INT4:
+            _put_scales(scratch, LOW, per, head_dim, bytes_at(area[t.AT_ZEROS]), scale_at)
+        codes = bytes_at(area[t.AT_CODES])
+        for i in range(count):
+            from_, to = x_at + x_row * rows[rows_at + i], at + i * heads * row_bytes
+            _put_codes(scratch, format, x, from_, head_dim, codes, to)
+
+
+@kernel
+def write_open(kv, side, layer, head, slot, x, x_at):
+    """A row of `head` to a slot of the open area."""
+    head_dim, heads = kv[t.HEAD_DIM], kv[t.HEADS_A_GROUP]
+    area = kv[t.AREAS + t.AREA_WORDS * (head // heads * 2 + (0 if side == t.K_SIDE else 1)) :]
+    at = layer * kv[side + t.OPEN_LAYER] + 4 * head_dim * (slot * heads + head % heads)
+    floats = floats_at(area[t.AT_OPEN] + at)
+    for channel in range(0, head_dim, 8):
+        store_floats(floats, channel, load_floats(x, x_at + channel))

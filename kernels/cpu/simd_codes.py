@@ -6,6 +6,8 @@ Stores round to the nearest, ties to even, by every target to the same bits (but
 from typing import Any
 
 from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from .simd import (
     _AVX2,
@@ -16,9 +18,11 @@ from .simd import (
     Floats,
     Ints,
     _constant,
+    _largest_or_nan,
     _load,
     _operation,
     _repeat,
+    _smallest_or_nan,
     _store,
     _widen_half,
 )
@@ -143,3 +147,14 @@ join_nibbles = _operation(
 """a + 16 b, of numbers from 0 to 15."""
 to_fp8 = _operation(Ints, 1, _to_fp8)
 """The code of the nearest float8_e4m3fn of floats up to 448."""
+
+
+@intrinsic
+def clamped(typing: Any, values: Any, low: Any, high: Any) -> Any:
+    """Floats between two float32 numbers; NaN stays NaN."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        low, high = (_repeat(builder, limit, 8) for limit in args[1:])
+        return _smallest_or_nan(builder, _largest_or_nan(builder, args[0], low), high)
+
+    return Floats(Floats, types.float32, types.float32), codegen

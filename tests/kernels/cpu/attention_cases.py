@@ -1,4 +1,4 @@
-"""Paged caches with something in them, and steps that the kernels and pdlab's torch path both do."""
+"""Paged caches with something in them, and steps that the kernels and pdlab's torch path do."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ from pdlab_kernels.cpu.attention import attention
 from pdlab_kernels.cpu.attention_plan import AttentionPlan, BlockRows, PagedKV, Stored
 from torch import Tensor
 
-from pdlab.attention import AttentionInputs, ReferenceAttention, Window
+from pdlab.attention import AttentionInputs, ReferenceAttention, Window, visible_blocks
 from pdlab.kvcache import PagedKVCache, WritePlan
 from pdlab.models import ModelConfig
 from pdlab.trace import DROPPED
@@ -41,7 +41,7 @@ def paged_kv(cache: PagedKVCache) -> PagedKV:
 
 @dataclass
 class Case:
-    """A batch over a cache: sequence i has `contexts[i]` tokens, the last `queries[i]` in this step.
+    """A batch over a cache: of sequence i's `contexts[i]` tokens the last `queries[i]` are new.
 
     What lies before is written by pdlab, in pieces of `piece` tokens.
     """
@@ -104,7 +104,19 @@ class Case:
     def qkv(self) -> Tensor:
         """The step's rows."""
         pairs = zip(self.rows, self.queries, strict=True)
-        return torch.cat([x[len(x) - queries :] for x, queries in pairs])
+        rows = [x[len(x) - queries :] for x, queries in pairs]
+        c = self.config
+        nothing = torch.empty(0, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim)
+        return torch.cat([nothing, *rows])
+
+    def unseen(self, window: Window) -> list[list[int]]:
+        """Entries of each table that hold no key which a query of the step sees."""
+        pairs = zip(self.contexts, self.queries, strict=True)
+        seen = [visible_blocks(n - queries, n, self.block_size, window) for n, queries in pairs]
+        return [
+            [entry for entry in range(len(table)) if entry not in entries]
+            for table, entries in zip(self.tables, seen, strict=True)
+        ]
 
     @property
     def inputs(self) -> AttentionInputs:
@@ -171,10 +183,16 @@ def write(cache: PagedKVCache, plan: WritePlan, rows: Tensor) -> None:
 
 
 def check_bytes(cache: PagedKVCache, expected: PagedKVCache) -> None:
+    """All that is stored is the same, but for which NaN a NaN is."""
     stores = zip(cache._each_store(), expected._each_store(), strict=True)
     for ours, theirs in stores:
         pairs = list(zip(ours.parts, theirs.parts, strict=True))
         if ours.open is not None:
             pairs.append((ours.open, theirs.open))
         for part, other in pairs:
-            assert torch.equal(part.view(torch.uint8), other.view(torch.uint8))
+            assert torch.equal(bits_of(part), bits_of(other))
+
+
+def bits_of(part: Tensor) -> Tensor:
+    part = part.where(~part.isnan(), torch.nan) if part.is_floating_point() else part
+    return part.contiguous().view(torch.uint8)
