@@ -23,7 +23,13 @@ from pdlab.models.hub import fetch_from_hub, is_hub_id
 from pdlab.models.packed_cache import packed_once
 from pdlab.models.random_weights import random_weights
 from pdlab.models.tokenizer import Tokenizer, tokenizer_from_directory, tokenizer_from_settings
-from pdlab.quantize import PackedWeights, fill_decoder, pack_decoder, parse_format
+from pdlab.quantize import (
+    PackedWeights,
+    WeightFormat,
+    fill_decoder,
+    pack_decoder,
+    parse_format,
+)
 
 DTYPES = {
     "fp32": torch.float32,
@@ -138,7 +144,7 @@ def load(
         model = _load(name, target, kind, progress)
         return replace(model, packed=packed_from_gguf(file, model.config))
     model = _load(name, target, kind, progress)
-    packed = _quantized(model, weights, progress)
+    packed = _quantized(model, parse_format(weights), progress)
     fill_decoder(model.decoder, packed)
     return replace(model, packed=packed)
 
@@ -207,8 +213,7 @@ def _gguf_path(name: str | PathLike[str], progress: bool) -> Path:
     )
 
 
-def _quantized(model: Model, weights: str, progress: bool) -> PackedWeights:
-    asked = parse_format(weights)
+def _quantized(model: Model, asked: WeightFormat, progress: bool) -> PackedWeights:
     if not asked.is_calibrated:
         return pack_decoder(model.decoder, asked.name, progress=progress)
     windows = calibration_windows(model.tokenizer, model.config)

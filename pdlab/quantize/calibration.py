@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,13 @@ LINEARS = ("qkv", "output", "gate_up", "down")
 
 
 @torch.no_grad()
-def moments(decoder: Decoder, windows: Sequence[Sequence[int]]) -> Iterator[dict[str, Tensor]]:
-    """Mean of x^T x over all tokens, float32 [in, in], of what enters each linear layer.
+def moments(
+    decoder: Decoder, windows: Sequence[Sequence[int]], names: Collection[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, mean of x^T x over all tokens) of what enters the matrices called `names`.
 
-    One dictionary by name (see `LINEARS`) for each layer, and a last one with `head`. Only one
-    layer's are held at a time. The decoder is not changed: every layer sees what the unrounded
-    ones before it put out.
+    Float32 [in, in]; in the order of `pdlab.quantize.matrices`, and only one layer's are held at a
+    time. The decoder is not changed: every layer sees what the unrounded ones before it put out.
 
     Args:
         windows: token ids of stretches of text, each read by itself from position 0.
@@ -32,25 +33,30 @@ def moments(decoder: Decoder, windows: Sequence[Sequence[int]]) -> Iterator[dict
     for index, layer in enumerate(decoder.layers):
         sums: dict[str, Tensor] = {}
         hooks = [
-            getattr(layer, name).register_forward_pre_hook(_adder(sums, name)) for name in LINEARS
+            getattr(layer, part).register_forward_pre_hook(_adder(sums, name))
+            for part in LINEARS
+            if (name := f"layers.{index}.{part}") in names
         ]
         try:
             hidden = [_through(decoder, layer, index, x) for x in hidden]
         finally:
             for hook in hooks:
                 hook.remove()
-        yield {name: total / num_tokens for name, total in sums.items()}
-    sums = {}
-    for x in hidden:
-        _adder(sums, "head")(None, (decoder.final_norm(x),))
-    yield {"head": sums["head"] / num_tokens}
+        for name, total in sums.items():
+            yield name, total / num_tokens
+    if "head" in names:
+        sums = {}
+        add = _adder(sums, "head")
+        for x in hidden:
+            add(None, (decoder.final_norm(x),))
+        yield "head", sums["head"] / num_tokens
 
 
-def _adder(sums: dict[str, Tensor], name: str):  # type: ignore[no-untyped-def]
-    """A hook that adds x^T x of a module's input to `sums`."""
+def _adder(sums: dict[str, Tensor], name: str) -> Callable[[Any, tuple[Tensor]], None]:
+    """A hook that adds x^T x of a module's input x to `sums`."""
 
-    def add(module: object, inputs: tuple[Tensor]) -> None:
-        x = inputs[0].float()
+    def add(module: Any, inputs: tuple[Tensor]) -> None:
+        x = inputs[0]
         sums[name] = sums[name].addmm_(x.T, x) if name in sums else x.T @ x
 
     return add

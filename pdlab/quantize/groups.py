@@ -4,8 +4,7 @@ The range from smallest to largest weight cut in 15 steps is where the search be
 cuts off an outlier may serve the other 31 better: so narrower and wider ones are tried, and of each
 the scale and minimum that fit its codes best are taken, by weighted least squares, as in the
 k-quants of llama.cpp (`make_qkx3_quants`). What is kept is the best after rounding to float16. So
-the search never does worse than it began, and a group that lies on such a grid already, as weights
-read from a 4-bit file do, stays as it is.
+the search never does worse than it began, and a group that lies on such a grid already stays there.
 """
 
 from __future__ import annotations
@@ -54,10 +53,9 @@ def fitted_grid(groups: Tensor, importance: Tensor) -> Grid:
 
     Args:
         groups: float32 [num_groups, 32].
-        importance: of each weight, >= 0; its shape can be expanded to that of groups.
+        importance: of each of the 32 inputs, > 0.
     """
-    parts = groups.split(CHUNK), importance.expand_as(groups).split(CHUNK)
-    found = [_fitted(*part) for part in zip(*parts, strict=True)]
+    found = [_fitted(part, importance.expand_as(part)) for part in groups.split(CHUNK)]
     return Grid(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 

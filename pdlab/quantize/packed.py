@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from pdlab_kernels.cpu.weights import GROUP, Format, Weight, pack, pack_int4, unpack
+from pdlab_kernels.cpu.weights import Weight, pack, pack_int4, unpack
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from pdlab.quantize.calibration import LINEARS, moments
-from pdlab.quantize.formats import Method, parse_format
+from pdlab.quantize.formats import parse_format
 from pdlab.quantize.gptq import gptq
-from pdlab.quantize.groups import fitted_grid
 
 if TYPE_CHECKING:
     from pdlab.models.decoder import Decoder
@@ -103,50 +101,28 @@ def pack_decoder(
     asked = parse_format(format)
     if asked.is_calibrated and not calibration:
         raise ValueError(f"calibration is empty, which weights={format!r} cannot do without")
-    seen = _by_matrix(moments(decoder, calibration)) if asked.is_calibrated else repeat(None)
-    pairs = zip(matrices(decoder), seen, strict=False)
-    packed = []
-    with tqdm(pairs, f"to {asked.name}", 4 * len(decoder.layers) + 1, disable=not progress) as bar:
-        for (name, weight), second in bar:
-            kind = asked.head if name == "head" else asked.layers
-            try:
-                packed.append((name, pack_matrix(weight, kind, asked.method, second)))
-            except ValueError as error:
-                raise ValueError(f"weights={format!r} does not fit {name}: {error}") from error
-    return PackedWeights.from_named(asked.name, packed)
+    weights, packed = dict(matrices(decoder)), {}
+    hidden = not progress
+    for name, weight in tqdm(weights.items(), f"to {asked.name}", unit="matrix", disable=hidden):
+        try:
+            packed[name] = pack(weight, asked.head if name == "head" else asked.layers)
+        except ValueError as error:
+            raise ValueError(f"weights={format!r} does not fit {name}: {error}") from error
+    if asked.is_calibrated:
+        # a weight from a 4-bit file lies on the nearest grid already and is left there
+        four = {name for name, weight in packed.items() if weight.format == "int4"}
+        rough = {name for name in four if not torch.equal(unpack(packed[name]), weights[name])}
+        seen = moments(decoder, calibration, rough)
+        for name, second in tqdm(seen, "gptq", len(rough), unit="matrix", disable=hidden):
+            packed[name] = pack_gptq(weights[name], second)
+    return PackedWeights.from_named(asked.name, packed.items())
 
 
-def _by_matrix(seen: Iterator[dict[str, Tensor]]) -> Iterator[Tensor]:
-    for layer in seen:
-        yield from (layer[name] for name in (*LINEARS, "head") if name in layer)
-
-
-def pack_matrix(
-    weight: Tensor, format: Format, method: Method = "nearest", moments: Tensor | None = None
-) -> Weight:
-    """Quantize and pack a matrix [out, in].
-
-    Args:
-        method: for `int4`.
-        moments: [in, in], for the method `gptq`.
-
-    Raises:
-        ValueError: see `pdlab_kernels.cpu.weights.pack`.
-    """
-    nearest = pack(weight, format)
-    if format != "int4" or method == "nearest" or torch.equal(unpack(nearest), weight):
-        return nearest
-    if method == "fit":
-        groups = weight.detach().reshape(-1, GROUP)
-        grid = fitted_grid(groups, torch.ones(()))
-        codes = grid.codes(groups)
-        parts = codes.view_as(weight), *(x.view(len(weight), -1) for x in grid)
-    elif moments is None:
-        raise ValueError(f"method={method!r} needs moments")
-    else:
-        parts = gptq(weight.detach(), moments)
-    kinds = np.uint8, np.float16, np.float16
-    return pack_int4(*(x.numpy().astype(kind) for x, kind in zip(parts, kinds, strict=True)))
+def pack_gptq(weight: Tensor, moments: Tensor) -> Weight:
+    """Quantize to `int4` as `gptq` does, and pack; see there."""
+    codes, scales, minima = (x.numpy() for x in gptq(weight.detach(), moments))
+    half = np.float16
+    return pack_int4(codes.astype(np.uint8), scales.astype(half), minima.astype(half))
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ A figure is a pure function of a trace, a widget is a class around one:
     wb.Stepper(engine.trace)
 """
 
+from pdlab.bench.topics import topic_tokens
 from pdlab.engine.recorder import cost_of
 from pdlab.workbench import figures
 from pdlab.workbench.attention_view import AttentionView
@@ -28,7 +29,7 @@ from pdlab.workbench.experiments import (
 from pdlab.workbench.format_lab import FormatLab
 from pdlab.workbench.frames import stepper_frames
 from pdlab.workbench.gantt import Gantt
-from pdlab.workbench.kv_costs import KVCost, greedy_agreement, kv_costs, topic_tokens
+from pdlab.workbench.kv_costs import KVCost, greedy_agreement, kv_costs
 from pdlab.workbench.kv_study import Study, format_configs, recorded_study, window_configs
 from pdlab.workbench.latency_view import LatencyView
 from pdlab.workbench.lesson import Predictions, glossary, progress

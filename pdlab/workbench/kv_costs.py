@@ -7,7 +7,6 @@ each start from nothing, and is compared with a reference token by token.
 from __future__ import annotations
 
 import math
-import pydoc_data.topics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -64,28 +63,6 @@ def open_block_bytes(config: ModelConfig, kv_format: str, block_size: int) -> in
         ValueError: the format does not fit the model.
     """
     return PagedKVCache(config, 1, block_size, kv_format, max_open_blocks=1).open_bytes
-
-
-def topic_tokens(model: Model, num_tokens: int) -> list[int]:
-    """The first `num_tokens` tokens of the help texts in Python's standard library.
-
-    `pydoc_data.topics`, sorted by name: about 120,000 tokens of English prose and tables that every
-    Python carries.
-
-    Raises:
-        ValueError: the model has no tokenizer, or the texts have fewer tokens.
-    """
-    if model.tokenizer is None:
-        raise ValueError(f"model {model.name!r} has no tokenizer to read a text with")
-    topics = pydoc_data.topics.topics
-    token_ids: list[int] = []
-    for name in sorted(topics):
-        token_ids += model.tokenizer.encode(topics[name])
-        if len(token_ids) >= num_tokens:
-            return token_ids[:num_tokens]
-    raise ValueError(
-        f"num_tokens={num_tokens} is more than the {len(token_ids)} tokens of the text"
-    )
 
 
 def kv_costs(

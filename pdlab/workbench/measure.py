@@ -12,9 +12,10 @@ import argparse
 from pathlib import Path
 
 import pdlab
+from pdlab.bench.topics import topic_tokens
 from pdlab.machine import describe_machine
 from pdlab.shipped import shipped
-from pdlab.workbench.kv_costs import KVCost, kv_costs, topic_tokens
+from pdlab.workbench.kv_costs import KVCost, kv_costs
 from pdlab.workbench.kv_study import Study, format_configs, window_configs
 
 TOKENS = {"kv_formats": 20 * 1024, "windows": 4096}

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pdlab import EngineConfig, Model, NaiveGenerator
+from pdlab.bench.topics import topic_tokens
 from pdlab.kvcache import KVFormat
 from pdlab.workbench import figures
 from pdlab.workbench.figures.kv_costs import change_percent
@@ -16,7 +17,6 @@ from pdlab.workbench.kv_costs import (
     first_difference,
     greedy_agreement,
     kv_costs,
-    topic_tokens,
 )
 from pdlab.workbench.kv_study import Study, format_configs, recorded_study
 
