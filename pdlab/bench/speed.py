@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from pdlab.costmodel import Chunk, Hardware, step_cost
 from pdlab.costmodel.calibrate import measure
 from pdlab.models import ModelConfig
@@ -92,8 +94,9 @@ class Ceilings:
     """Below 1, other processes were at work."""
 
     @classmethod
-    def measured(cls) -> Ceilings:
-        """Some seconds."""
+    def measured(cls, threads: int) -> Ceilings:
+        """In some seconds, on so many threads."""
+        torch.set_num_threads(threads)
         return cls.of(measure("cpu", "fp32"))
 
     @classmethod

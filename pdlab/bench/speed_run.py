@@ -39,7 +39,7 @@ def measure_speed(
     num_tokens: int = 48,
     threads: int,
     cases: Sequence[Case] = CASES,
-    ceilings: Callable[[], Ceilings] = Ceilings.measured,
+    ceilings: Callable[[int], Ceilings] = Ceilings.measured,
     start: Start = PeerProcess,
     tell: Tell = lambda line: None,
     progress: bool = False,
@@ -50,7 +50,7 @@ def measure_speed(
         model: for its tokenizer and shape; its weights are not used.
         num_tokens: generated of each prompt.
         threads: for each entry alike.
-        ceilings: measures the machine.
+        ceilings: measures the machine, on so many threads.
         tell: is told at once of an entry that is left out.
 
     Raises:
@@ -73,10 +73,10 @@ def measure_speed(
         with tqdm(total=len(turns), desc="measuring", disable=not progress, leave=False) as bar:
             for number, name, case in turns:
                 if number == len(found):
-                    found.append(ceilings())
+                    found.append(ceilings(threads))
                 contest.run(number, name, case)
                 bar.update()
-        found.append(ceilings())
+        found.append(ceilings(threads))
     return SpeedBench(
         model=model.name,
         shape=model.config.to_dict(),

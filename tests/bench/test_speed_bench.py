@@ -133,7 +133,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[SpeedBench, list
         num_tokens=6,
         threads=1,
         cases=SMALL,
-        ceilings=lambda: EVEN,
+        ceilings=lambda threads: EVEN,
         start=starting(peers_folder(tmp_path_factory.mktemp("bench"))),
         tell=told.append,
     )
