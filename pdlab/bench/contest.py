@@ -94,7 +94,7 @@ class PeerProcess:
                 encoding="utf-8",
                 errors="replace",
                 env=_environment(entry, num_threads),
-                start_new_session=True,
+                process_group=0,  # a signal reaches what it starts; orphaned at rest, it is ended
             )
         except OSError as error:
             self._stderr.close()
@@ -155,7 +155,7 @@ class PeerProcess:
                     stream.close()
 
     def _signal(self, number: signal.Signals | None) -> None:
-        """To the process and its children: a session of their own; nothing where there is none."""
+        """To the process and its children, which are a group; nothing where there is none."""
         if number is None or self._process.poll() is not None:
             return
         if hasattr(os, "killpg"):
