@@ -40,6 +40,8 @@ KERNEL_IDLE = """() => {
   return session?.isReady && kernel?.connectionStatus === 'connected' && kernel?.status === 'idle';
 }"""
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+END_KERNEL = "() => window.jupyterapp?.shell.currentWidget?.sessionContext?.shutdown()"
+"""Else it would compute on, what is left of a lesson, beside the tests that come."""
 SETTINGS = {
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
     "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
@@ -115,6 +117,7 @@ def fresh_page(browser) -> Iterator:
     page.on("request", lambda r: _is_foreign(r.url) and errors.append(f"fetched {r.url}"))
     yield page
     screenshot(page, "last-page")
+    page.evaluate(END_KERNEL)
     page.close()
     assert not errors
 

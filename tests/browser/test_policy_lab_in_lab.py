@@ -48,11 +48,9 @@ DRAG = """async ([label, places]) => {
 }"""
 PROBED = [
     ("mixed", "mixed", "fcfs"),
-    ("short vs. one long", "mixed", "sjf"),
-    ("long documents", "prefill_first", "deadline"),
     ("long documents", "decode_first", "longest_prefix"),
 ]
-"""Workload, batching and policy, from the usual to the slowest to simulate."""
+"""Workload, batching and policy: the usual, and the slowest to simulate."""
 
 
 @pytest.fixture
