@@ -8,8 +8,6 @@ owned. Whoever fills the table keeps the memory alive until the step is over.
 
 from typing import Any
 
-import numpy as np
-import torch
 from numba import types
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array, populate_array
@@ -50,10 +48,3 @@ def pointer(typing: Any, address: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(types.int64), codegen
-
-
-def address(memory: np.ndarray | torch.Tensor) -> int:
-    """Where an array or a tensor on the CPU begins."""
-    if isinstance(memory, torch.Tensor):
-        return memory.data_ptr()
-    return int(memory.ctypes.data)

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 from pdlab.attention import Window
+from pdlab.engine import compiled
 from pdlab.engine.config import EngineConfig
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.engine.output import Completion, RequestOutput
@@ -42,9 +43,9 @@ def resolve(model: Model, config: EngineConfig) -> EngineConfig:
         )
     if config.exact and dtype is not torch.float32:
         raise ValueError(f"exact=True needs a model in fp32, not {dtype}")
-    backend, kv_format = config.attention_backend, config.kv_format
-    if backend == "auto":
-        backend = "exact" if config.exact else "torch"
+    attention, kv_format = config.attention_backend, config.kv_format
+    if attention == "auto":
+        attention = "exact" if config.exact else "torch"
     if kv_format == "auto":
         kv_format = model.dtype_name
     parse_kv_format(kv_format, model.config.head_dim)  # refuses groups that do not fit
@@ -55,9 +56,20 @@ def resolve(model: Model, config: EngineConfig) -> EngineConfig:
         sink_tokens=min(config.sink_tokens, longest_len),
         heavy_tokens=min(config.heavy_tokens, longest_len),
         kv_format=kv_format,
-        attention_backend=backend,
+        backend=_backend(model, config),
+        attention_backend=attention,
         max_model_len=longest_len,
     )
+
+
+def _backend(model: Model, config: EngineConfig) -> str:
+    """Which one `auto` is; or that which was asked for, if it can be had."""
+    if config.backend == "torch" or (config.backend == "auto" and not model.packed):
+        return "torch"
+    reason = compiled.why_not(model, config)
+    if reason and config.backend == "cpu":
+        raise ValueError(f"backend='cpu' cannot be had: {reason}")
+    return "torch" if reason else "cpu"
 
 
 def retention(model: Model, config: EngineConfig) -> Retention:
@@ -103,6 +115,7 @@ DECIDE_KV = (
     "kv_format",
     "kv_head_groups",
     "exact",
+    "backend",
     "attention_backend",
     "window",
     "sink_tokens",

@@ -124,11 +124,9 @@ class BeamSearch:
         """The best continuations of the beams; none while the prompt goes on."""
         inputs = prepare(batch, self.config.block_size)
         clock = StageClock(self.model.decoder.device)
-        hidden = self.runner.forward(inputs, clock, [])
+        logits = self.runner.compute(inputs, clock).logits
         if not inputs.sample_rows:
             return []
-        rows = hidden[inputs.sample_rows]
-        logits = self.model.decoder.logits(rows, row_tile=self.runner.row_tile)
         sums = [node.sum_logprob for node in self.steps[-1].beams] if self.steps else [0.0]
         return best_continuations(logits, sums, self.rules.num_candidates)
 

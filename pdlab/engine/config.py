@@ -58,6 +58,10 @@ class EngineConfig:
     blocks."""
     exact: bool = False
     """Bit-identical results whatever the batch, block size or chunking (float32, slower)."""
+    backend: str = "auto"
+    """What computes: `torch`, operator by operator; `cpu`, a whole step in one compiled call (see
+    `pdlab_kernels.cpu`; torch computes what it does not take, such as probed steps); or `auto`:
+    `cpu` for packed weights where it can be had, else `torch`."""
     attention_backend: str = "auto"
     """`reference`, `torch` or `exact`; `auto` is `exact` in exact mode and `torch` otherwise."""
     max_model_len: int | None = None
@@ -110,6 +114,7 @@ class EngineConfig:
         require_choice("batching", self.batching, BATCHING_MODES)
         as_policy(self.policy)
         require_choice("constraint_backend", self.constraint_backend, CONSTRAINT_BACKENDS)
+        require_choice("backend", self.backend, ("auto", "torch", "cpu"))
         require_choice("attention_backend", self.attention_backend, ("auto", *BACKENDS))
         self._check_together()
 

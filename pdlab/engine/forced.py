@@ -129,7 +129,7 @@ class ForcedRun:
         if self.config.heavy_tokens:
             observers.append(mass := AttentionMass(batch, cache.block_size))
         clock = StageClock(self.model.decoder.device)
-        hidden = self.runner.forward(prepare(batch, cache.block_size), clock, observers)
+        hidden = self.runner.compute(prepare(batch, cache.block_size), clock, observers).hidden
         self.runner.commit()
         if self.config.heavy_tokens:
             part.sequence.add_mass(mass.block_mass[part.sequence.sequence_id])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -13,6 +14,7 @@ from pdlab.attention import BACKENDS, AttentionBackend, Window, narrower
 from pdlab.engine import admission
 from pdlab.engine.attention_mass import AttentionMass
 from pdlab.engine.batch import BatchInputs, prepare
+from pdlab.engine.compiled import CompiledForward, Computed, compiled_survey
 from pdlab.engine.config import EngineConfig
 from pdlab.engine.probe import LayerObserver, Probe
 from pdlab.engine.scheduler import ScheduledBatch
@@ -89,6 +91,7 @@ class ModelRunner:
     Args:
         window: what all layers look back on; layers that were trained with less keep that.
         weighs: keep account of the attention each block receives.
+        compiled: compute by the compiled step what it takes, and the rest by torch.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class ModelRunner:
         exact: bool = False,
         window: Window | None = None,
         weighs: bool = False,
+        compiled: bool = False,
     ):
         self.model = model
         self.memory = memory
@@ -109,6 +113,7 @@ class ModelRunner:
         self.row_tile = EXACT_ROW_TILE if exact else None
         self.windows = [narrower(window, w) for w in model.config.windows]
         self.weighs = weighs
+        self.compiled = CompiledForward(model, memory.cache, self.windows) if compiled else None
         self.probe: Probe | None = None
         self.on_layer: OnLayer | None = None
         self._plan: WritePlan | None = None
@@ -116,14 +121,16 @@ class ModelRunner:
     @classmethod
     def of(cls, model: Model, memory: KVMemory, config: EngineConfig) -> ModelRunner:
         """As a resolved configuration asks for."""
+        compiled = config.backend == "cpu"
         return cls(
             model,
             memory,
             BACKENDS[config.attention_backend](),
-            Sampler(config.top_k_recorded),
+            Sampler(config.top_k_recorded, compiled_survey() if compiled else None),
             exact=config.exact,
             window=admission.attention_window(config),
             weighs=config.heavy_tokens > 0,
+            compiled=compiled,
         )
 
     def carry_out(self, orders: Iterable[BlockMove | Release]) -> None:
@@ -148,7 +155,7 @@ class ModelRunner:
             observers.append(probing := self.probe.observe(batch, step))
         if self.weighs:
             observers.append(mass := AttentionMass(batch, self.memory.cache.block_size))
-        hidden = self.forward(inputs, clock, observers, batch)
+        hidden, logits = self.compute(inputs, clock, observers, batch)
         output = StepOutput({})
         if self.probe:
             output.captures = probing.captures
@@ -156,7 +163,8 @@ class ModelRunner:
             output.block_mass = mass.block_mass
         self._weigh_prompts(batch, inputs, hidden, output)
         if inputs.sample_rows:
-            self._sample(batch, hidden[inputs.sample_rows], output, clock)
+            output.logits = logits
+            self._sample(batch, logits, output, clock)
         return output
 
     def _weigh_prompts(
@@ -177,41 +185,63 @@ class ModelRunner:
                 output.prompt_logprobs[part.sequence.sequence_id] = found
 
     def _sample(
-        self, batch: ScheduledBatch, hidden: Tensor, output: StepOutput, clock: StageClock
+        self, batch: ScheduledBatch, logits: Tensor, output: StepOutput, clock: StageClock
     ) -> None:
-        """Draw from the logits of the rows given; a sequence that forks draws for each sample."""
-        output.logits = self.model.decoder.logits(hidden, row_tile=self.row_tile)
-        clock.lap("logits")
+        """Draw from logits [rows, vocab_size]; a sequence that forks draws for each sample."""
         drawers = [part.drawers for part in batch.scheduled if part.samples]
         rows = [row for row, several in enumerate(drawers) for _ in several]
         sequences = [sequence for several in drawers for sequence in several]
-        drawn = self.sampler.sample(output.logits[rows], sequences)
+        if len(rows) > len(logits):  # a row for each that draws from it
+            logits = logits[rows]
+        drawn = self.sampler.sample(logits, sequences)
         for sequence, sampled in zip(sequences, drawn, strict=True):
             if isinstance(sampled, ValueError):
                 output.failed[sequence.sequence_id] = sampled
             output.sampled[sequence.sequence_id] = [sampled] if isinstance(sampled, Sampled) else []
         clock.lap("sample")
 
-    def forward(
+    def compute(
         self,
         inputs: BatchInputs,
         clock: StageClock,
-        observers: list[LayerObserver],
+        observers: Sequence[LayerObserver] = (),
         batch: ScheduledBatch | None = None,
-    ) -> Tensor:
-        """Hidden states of every token of the batch, [num_tokens, hidden_size].
+    ) -> Computed:
+        """Run the model on a batch.
 
         Args:
+            observers: are shown what each layer computes, for which torch must compute it.
             batch: what the inputs are of, for `on_layer`.
         """
+        plan = self._plan = self.memory.cache.write_plan(inputs.slot_mapping)
+        on_layer = None
+        if self.on_layer and batch:
+            on_layer = partial(self.on_layer, batch)
+        if self.compiled and not observers and self.compiled.takes(inputs):
+            return self.compiled.run(inputs, plan, clock, on_layer)
+        hidden = self._forward(inputs, plan, clock, observers, on_layer)
+        if not inputs.sample_rows:
+            return Computed(hidden, hidden.new_empty(0, self.model.config.vocab_size))
+        logits = self.model.decoder.logits(hidden[inputs.sample_rows], row_tile=self.row_tile)
+        clock.lap("logits")
+        return Computed(hidden, logits)
+
+    def _forward(
+        self,
+        inputs: BatchInputs,
+        plan: WritePlan,
+        clock: StageClock,
+        observers: Sequence[LayerObserver],
+        on_layer: Callable[[int], None] | None,
+    ) -> Tensor:
+        """Hidden states of every token of the batch, by torch, [num_tokens, hidden_size]."""
         device, cache = self.model.decoder.device, self.memory.cache
-        plan = self._plan = cache.write_plan(inputs.slot_mapping)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache.write(layer, plan, k, v)
-            if self.on_layer and batch:
+            if on_layer:
                 clock.lap("attention")
-                self.on_layer(batch, layer)
+                on_layer(layer)
                 clock.lap("transfer")
             window = self.windows[layer]
             out = self.attention.paged(layer, q, cache, inputs.attention, window)

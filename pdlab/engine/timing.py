@@ -24,3 +24,10 @@ class StageClock:
         now = time.perf_counter()
         self.stage_s[stage] = self.stage_s.get(stage, 0.0) + now - self._last
         self._last = now
+
+    def split(self, stage_s: dict[str, float], rest: str) -> None:
+        """The time since the last lap, of which these stages were timed elsewhere."""
+        self.lap(rest)
+        self.stage_s[rest] -= sum(stage_s.values())
+        for stage, seconds in stage_s.items():
+            self.stage_s[stage] = self.stage_s.get(stage, 0.0) + seconds

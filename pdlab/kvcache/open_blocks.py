@@ -52,7 +52,8 @@ class OpenBlocks:
         self.capacity = capacity
         self._places: dict[int, int] = {}
         self._free = list(range(capacity))
-        self._place_of = torch.full((num_blocks,), -1, dtype=torch.long, device=device)
+        self.place_of = torch.full((num_blocks,), -1, dtype=torch.long, device=device)
+        """int64 [num_blocks]: the place of each block, -1 for those that have none."""
 
     def get(self, block: int) -> int | None:
         return self._places.get(block)
@@ -61,7 +62,7 @@ class OpenBlocks:
         """The block's place: the one it has, or a free one."""
         if block not in self._places:
             assert self._free, f"all {self.capacity} open blocks are taken, block {block} has none"
-            self._places[block] = self._place_of[block] = self._free.pop()
+            self._places[block] = self.place_of[block] = self._free.pop()
         return self._places[block]
 
     def forget(self, blocks: Iterable[int]) -> None:
@@ -69,11 +70,11 @@ class OpenBlocks:
             place = self._places.pop(block, None)
             if place is not None:
                 self._free.append(place)
-                self._place_of[block] = -1
+                self.place_of[block] = -1
 
     def places(self, block_table: Tensor) -> Tensor | None:
         """Places of these blocks, -1 where a block has none; None if no block at all is open."""
-        return self._place_of[block_table] if self._places else None
+        return self.place_of[block_table] if self._places else None
 
     def plan(self, slots: list[int]) -> tuple[BlockPlan, dict[int, int]]:
         """Open what a step will write to, and say where its tokens go.
@@ -93,7 +94,7 @@ class OpenBlocks:
         place = {block: self.open(block) for block in part}
 
         def numbers(values: list) -> Tensor:
-            return torch.tensor(values, dtype=torch.long, device=self._place_of.device)
+            return torch.tensor(values, dtype=torch.long, device=self.place_of.device)
 
         plan = BlockPlan(
             whole_blocks=numbers(whole),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,11 @@ from torch import Tensor
 from pdlab.sampling.chain import run_chain
 from pdlab.sampling.matcher import Drawer
 from pdlab.trace import Candidate
+
+if TYPE_CHECKING:
+    from pdlab_kernels.cpu.survey import Survey
+
+    SurveyRows = Callable[[Tensor, int], Survey]
 
 
 class Logprob(NamedTuple):
@@ -56,8 +61,10 @@ class Sampler:
     nothing else: not on its neighbours, and not on whether it was preempted in between.
     """
 
-    def __init__(self, top_k_recorded: int):
+    def __init__(self, top_k_recorded: int, survey: SurveyRows | None = None):
+        """`survey` finds the most probable tokens of each row; None for torch's own way."""
         self.top_k_recorded = top_k_recorded
+        self._survey = survey
 
     def sample(self, logits: Tensor, drawers: Sequence[Drawer]) -> list[Sampled | ValueError]:
         """logits: [len(drawers), vocab_size]. A row that nothing can be drawn from gives an error.
@@ -65,14 +72,17 @@ class Sampler:
         It costs one pass for the probabilities, one for their sums, and what the rows ask for.
         """
         processed, errors = run_chain(logits, drawers)
-        probabilities = processed.softmax(dim=-1)
-        token_ids = draw(probabilities, drawers)
-        if any(greedy := [drawer.params.greedy for drawer in drawers]):
-            best = processed.argmax(dim=-1)
-            token_ids = torch.where(torch.tensor(greedy, device=best.device), best, token_ids)
-        chosen = probabilities.gather(1, token_ids[:, None])[:, 0].tolist()
-        num_allowed = (processed > -torch.inf).sum(dim=-1).tolist()
-        top = most_probable(probabilities, self.top_k_recorded)
+        if self._survey and all(drawer.params.greedy for drawer in drawers):
+            token_ids, chosen, top, num_allowed = self._best(processed)
+        else:
+            probabilities = processed.softmax(dim=-1)
+            token_ids = draw(probabilities, drawers)
+            if any(greedy := [drawer.params.greedy for drawer in drawers]):
+                best = processed.argmax(dim=-1)
+                token_ids = torch.where(torch.tensor(greedy, device=best.device), best, token_ids)
+            chosen = probabilities.gather(1, token_ids[:, None])[:, 0].tolist()
+            top = most_probable(probabilities, self.top_k_recorded)
+            num_allowed = (processed > -torch.inf).sum(dim=-1).tolist()
         logprobs = _logprobs(logits, token_ids, drawers)
         results: list[Sampled | ValueError] = []
         for row, drawer in enumerate(drawers):
@@ -83,6 +93,15 @@ class Sampler:
             else:  # NaN too
                 results.append(errors.get(row) or _why_nothing(drawer, processed[row]))
         return results
+
+    def _best(self, logits: Tensor) -> tuple[Tensor, list[float], list[list[Candidate]], list[int]]:
+        """The best token of each row, its probability, those beside it, and how many may be."""
+        assert self._survey
+        k = min(self.top_k_recorded, logits.shape[-1])
+        found = self._survey(logits, max(1, k))
+        top = _candidates(found.token_ids[:, :k].tolist(), found.probabilities[:, :k].tolist())
+        best = torch.from_numpy(found.token_ids[:, 0].copy())
+        return best, found.probabilities[:, 0].tolist(), top, found.num_allowed.tolist()
 
 
 def draw(probabilities: Tensor, drawers: Sequence[Drawer]) -> Tensor:
@@ -100,9 +119,13 @@ def draw(probabilities: Tensor, drawers: Sequence[Drawer]) -> Tensor:
 def most_probable(probabilities: Tensor, k: int) -> list[list[Candidate]]:
     """The `k` most probable tokens of each row, and their probabilities."""
     top = probabilities.topk(min(k, probabilities.shape[-1]), dim=-1)
+    return _candidates(top.indices.tolist(), top.values.tolist())
+
+
+def _candidates(token_ids: list[list[int]], values: list[list[float]]) -> list[list[Candidate]]:
     return [
-        [Candidate(*pair) for pair in zip(ids, values, strict=True)]
-        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        [Candidate(*pair) for pair in zip(*row, strict=True)]
+        for row in zip(token_ids, values, strict=True)
     ]
 
 

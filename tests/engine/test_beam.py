@@ -465,15 +465,15 @@ def test_a_step_that_fails_while_it_computes_counts_for_nothing(monkeypatch) -> 
     model, prompt = random_model(), random_prompt(13)
     expected = beam_search(model, prompt, max_tokens=5, config=EXACT)
     search = BeamSearch(model, prompt, max_tokens=5, config=EXACT)
-    forward, fails = search.runner.forward, iter([True, False] * 20)
+    compute, fails = search.runner.compute, iter([True, False] * 20)
 
     def failing(*args: Any) -> Any:
-        hidden = forward(*args)
+        computed = compute(*args)
         if next(fails):
             raise KeyboardInterrupt
-        return hidden
+        return computed
 
-    monkeypatch.setattr(search.runner, "forward", failing)
+    monkeypatch.setattr(search.runner, "compute", failing)
     while not search.is_over:
         try:
             search.step()

@@ -1,0 +1,39 @@
+"""The words of a step's tables, in the order in which they stand there; see `step`.
+
+Numba takes the integers of a module for constants, so these are plain numbers and no `Enum`.
+Words that begin with `AT_` hold an address.
+"""
+
+# --- a weight, within another table --------------------------------------------------------------
+FORMAT, OUT, WIDTH, AT_DATA, AT_SCALES, AT_BIAS = range(6)
+WEIGHT_WORDS = 6
+FP32, INT8, Q8_0, INT4 = range(4)
+"""Values of FORMAT, in the order of `weights.FORMATS`."""
+
+# --- a layer -------------------------------------------------------------------------------------
+AT_INPUT_NORM, AT_Q_NORM, AT_K_NORM, AT_MLP_NORM, WINDOW_KIND = range(5)
+QKV, OUTPUT, GATE_UP, DOWN = range(5, 5 + 4 * WEIGHT_WORDS, WEIGHT_WORDS)
+LAYER_WORDS = 5 + 4 * WEIGHT_WORDS
+
+# --- the model -----------------------------------------------------------------------------------
+HIDDEN_SIZE, INNER_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PLANES = range(6)
+AT_EMBEDDING, AT_COS, AT_SIN, AT_FINAL_NORM = range(6, 10)
+HEAD = 10
+MODEL_WORDS = HEAD + WEIGHT_WORDS
+
+# --- the batch -----------------------------------------------------------------------------------
+NUM_ROWS, NUM_SAMPLES = range(2)
+AT_TOKEN_IDS, AT_POSITIONS, AT_SAMPLE_ROWS = range(2, 5)  # int64
+AT_HIDDEN, AT_NORMED, AT_QKV, AT_ATTENDED, AT_GATE_UP, AT_GATED, AT_LOGITS = range(5, 12)  # float32
+AT_STAMPS = 12  # when each phase began: int64 [phases, 2], seconds and nanoseconds
+NORMED_CODES, GATED_CODES = 13, 18  # each of these is five words: rounded activations
+BATCH_WORDS = 23
+AT_CODES8, AT_SCALES8, AT_SUMS, AT_CODES16, AT_SCALES16 = range(5)
+
+# --- a phase -------------------------------------------------------------------------------------
+PHASE, LAYER, CHUNKS, EACH = range(4)  # EACH: rows or panels of a chunk
+PHASE_WORDS = 4
+(
+    EMBED, INPUT_NORM, PROJECT, ROTATE, WRITE, ATTEND, COMBINE, ROUND_ATTENDED, ADD_OUTPUT,
+    MLP_NORM, GATE, ROUND_GATED, ADD_DOWN, FINAL_NORM, LOGITS,
+) = range(15)  # fmt: skip
