@@ -31,12 +31,13 @@ from .attention_kernels import (
     prefill_attention_kernel,
     reduce_splits_kernel,
 )
-from .kv_parts import HEAD_DIMS, KVParts, understand
+from .kv_parts import KVParts, understand_both
 from .launch import (
     Launch,
     ceil_div,
     check_float,
     check_integers,
+    check_rows,
     check_shape,
     check_tensors,
     num_sms,
@@ -240,14 +241,8 @@ def _check(
 ) -> tuple[KVParts, KVParts]:
     check_float(q=q)
     check_shape("q", q, None, None, None)
-    head_dim = q.shape[2]
-    require(head_dim in HEAD_DIMS, f"head_dim={head_dim}, must be one of {list(HEAD_DIMS)}")
-    require(
-        q.stride(2) == 1 and q.stride(1) == head_dim,
-        f"q has strides {q.stride()}: each row must be in one piece",
-    )
-    k, v = understand("k_parts", k_parts, head_dim), understand("v_parts", v_parts, head_dim)
-    check_shape("v_parts codes", v.codes, *k.codes.shape[:3], None)
+    k, v = understand_both(k_parts, v_parts, q.shape[2])
+    check_rows(q=q)
     require(
         q.shape[1] % k.num_kv_heads == 0 and 1 <= q.shape[1] // k.num_kv_heads <= MAX_GQA_RATIO,
         f"num_heads={q.shape[1]} must be 1 to {MAX_GQA_RATIO} times num_kv_heads={k.num_kv_heads}",

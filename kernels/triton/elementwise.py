@@ -16,6 +16,7 @@ from .launch import (
     ceil_div,
     check_contiguous,
     check_float,
+    check_rows,
     check_shape,
     check_tensors,
     power_of_2,
@@ -74,7 +75,7 @@ def plan_add_rms_norm(
     check_shape("x", x, None, None)
     num_tokens, size = x.shape
     require(1 <= size <= MAX_HIDDEN_SIZE, f"hidden_size={size}, must be 1 to {MAX_HIDDEN_SIZE}")
-    require(x.stride(1) == 1, f"x has strides {x.stride()}: each row must be in one piece")
+    check_rows(x=x)
     check_float(x=x, residual=residual, weight=weight)
     check_shape("weight", weight, size)
     if residual is not None:
@@ -134,7 +135,7 @@ def plan_silu_mul(gate_up: Tensor) -> tuple[Tensor, Launch]:
     check_shape("gate_up", gate_up, None, None)
     num_tokens, width = gate_up.shape
     require(width % 2 == 0 and width > 0, f"gate_up has {width} columns, must be even")
-    require(gate_up.stride(1) == 1, f"gate_up has strides {gate_up.stride()}: rows in one piece")
+    check_rows(gate_up=gate_up)
     check_tensors(gate_up=gate_up)
     size = width // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)

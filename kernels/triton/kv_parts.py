@@ -119,6 +119,19 @@ def understand(name: str, parts: tuple[Tensor, ...], head_dim: int) -> KVParts:
     return KVParts(kind, group, codes, scales, zeros)
 
 
+def understand_both(
+    k_parts: tuple[Tensor, ...], v_parts: tuple[Tensor, ...], head_dim: int
+) -> tuple[KVParts, KVParts]:
+    """K and V of one layer, each in a format of its own, in the same blocks.
+
+    Raises:
+        ValueError: as `understand`, or the blocks are not the same.
+    """
+    k, v = understand("k_parts", k_parts, head_dim), understand("v_parts", v_parts, head_dim)
+    check_shape("v_parts codes", v.codes, *k.codes.shape[:3], None)
+    return k, v
+
+
 # --- reading -------------------------------------------------------------------------------------
 
 

@@ -112,6 +112,16 @@ def check_contiguous(**tensors: Tensor | None) -> None:
         )
 
 
+def check_rows(**tensors: Tensor) -> None:
+    """[rows, size] or [rows, heads, size]: rows may be strided, each of them is in one piece."""
+    for name, tensor in tensors.items():
+        inside = (tensor.shape[2], 1) if tensor.dim() == 3 else (1,)
+        require(
+            tensor.stride()[1:] == inside,
+            f"{name} has strides {tensor.stride()}: each row must be in one piece",
+        )
+
+
 def check_integers(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         require(

@@ -29,6 +29,7 @@ from .launch import (
     ceil_div,
     check_contiguous,
     check_float,
+    check_rows,
     check_shape,
     check_tensors,
     num_sms,
@@ -259,7 +260,7 @@ def _check(x: Tensor, size_out: int, size_in: int, bias: Tensor | None, **weight
     check_float(x=x, bias=bias)
     check_shape("x", x, None, size_in)
     require(size_in > 0 and size_out > 0, f"weights are empty: [{size_out}, {size_in}]")
-    require(x.stride(1) == 1, f"x has strides {x.stride()}: each row must be in one piece")
+    check_rows(x=x)
     check_contiguous(bias=bias, **weights)
     for name in ("scales", "minima"):
         if name in weights:

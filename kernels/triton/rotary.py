@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .kv_parts import HEAD_DIMS, store_halves, understand
+from .kv_parts import store_halves, understand_both
 from .launch import (
     Launch,
     ceil_div,
     check_contiguous,
     check_float,
     check_integers,
+    check_rows,
     check_shape,
     check_tensors,
     power_of_2,
@@ -145,17 +146,10 @@ def plan_rope_and_write_kv(
     check_float(q=q, k=k, v=v)
     check_shape("q", q, None, None, None)
     num_tokens, num_heads, head_dim = q.shape
-    require(head_dim in HEAD_DIMS, f"head_dim={head_dim}, must be one of {list(HEAD_DIMS)}")
-    k_stored = understand("k_parts", k_parts, head_dim)
-    v_stored = understand("v_parts", v_parts, head_dim)
-    check_shape("v_parts codes", v_stored.codes, *k_stored.codes.shape[:3], None)
-    for name, x, heads in (("q", q, num_heads), ("k", k, k_stored.num_kv_heads),
-                           ("v", v, k_stored.num_kv_heads)):  # fmt: skip
-        check_shape(name, x, num_tokens, heads, head_dim)
-        require(
-            x.stride(2) == 1 and x.stride(1) == head_dim,
-            f"{name} has strides {x.stride()}: each row must be in one piece",
-        )
+    k_stored, v_stored = understand_both(k_parts, v_parts, head_dim)
+    for name, x in (("k", k), ("v", v)):
+        check_shape(name, x, num_tokens, k_stored.num_kv_heads, head_dim)
+    check_rows(q=q, k=k, v=v)
     for name, table in (("cos", cos), ("sin", sin)):
         check_shape(name, table, len(cos), head_dim // 2)
         require(table.dtype == torch.float32, f"{name} has dtype {table.dtype}, must be float32")

@@ -29,6 +29,7 @@ from .launch import (
     FLOATS,
     Launch,
     check_integers,
+    check_rows,
     check_shape,
     check_tensors,
     power_of_2,
@@ -202,7 +203,7 @@ def plan_sample(
     num_rows, vocab_size = logits.shape
     require(logits.dtype in FLOATS, f"logits have dtype {logits.dtype}, not one of {FLOATS}")
     require(vocab_size > 0, "logits have no columns")
-    require(logits.stride(1) == 1, f"logits have strides {logits.stride()}: rows in one piece")
+    check_rows(logits=logits)
     require(
         (uniforms is None) != (seeds is None), "give one of uniforms and seeds, not both or none"
     )
