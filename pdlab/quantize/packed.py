@@ -112,7 +112,7 @@ def pack_decoder(
         # a weight from a 4-bit file lies on the nearest grid already and is left there
         four = {name for name, weight in packed.items() if weight.format == "int4"}
         rough = {name for name in four if not torch.equal(unpack(packed[name]), weights[name])}
-        seen = moments(decoder, calibration, rough)
+        seen = moments(decoder, calibration, rough) if rough else ()
         for name, second in tqdm(seen, "gptq", len(rough), unit="matrix", disable=hidden):
             packed[name] = pack_gptq(weights[name], second)
     return PackedWeights.from_named(asked.name, packed.items())

@@ -100,6 +100,7 @@ class LiveCluster(TraceWidget):
         told: dict[str, Any] = {
             "config": config,
             "dtype": model.dtype_name,
+            "weights": model.weights,
             "device": model.device.type,
         } | spec
         self._specs = local_specs(num_prefill, num_decode, model=model.name, **told)

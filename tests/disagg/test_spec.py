@@ -37,6 +37,7 @@ SPEC = WorkerSpec("p0", HERE, model="random:tiny-llama")
         {"model": ""},
         {"config": {"block_size": 16}},
         {"dtype": "int3"},
+        {"weights": 8},
         {"device": 0},
         {"num_threads": 0},
         {"cores": ()},
@@ -175,3 +176,11 @@ def test_a_worker_of_one_process_needs_a_board():
 def test_no_model_of_that_name():
     with pytest.raises(ValueError, match="no shape is called 'none'"):
         make_worker(replace(SPEC, model="random:none"), board=Switchboard())
+
+
+def test_a_worker_has_weights_in_the_format_asked_for():
+    worker = make_worker(replace(SPEC, weights="int8"), board=Switchboard())
+    try:
+        assert worker.engine.model.weights == "int8"
+    finally:
+        worker.close()

@@ -20,6 +20,7 @@ from pdlab.disagg.worker import Role
 from pdlab.engine import EngineConfig, Prompt, SamplingParams
 from pdlab.models import Model
 from pdlab.models.catalog import DEFAULT_MODEL
+from pdlab.models.loading import AUTO
 from pdlab.workload.traces import find_trace, read_trace
 
 
@@ -32,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--transfer", choices=TRANSFERS, default="stream")
     add("--on-failure", choices=ON_FAILURE, default="recompute")
     add("--model", default=DEFAULT_MODEL)
-    add("--dtype", default=None, help="of the weights; the device's usual one, if not given")
+    add("--dtype", default=None, help="the device's usual one, if not given")
+    add("--weights", default=AUTO, help="their format, such as file, int8 or int4")
     add("--threads", type=int, default=1, help="of each worker")
     add("--max-tokens", type=int, default=32)
     add("--temperature", type=float, default=0.0)
@@ -74,6 +76,7 @@ def worker_spec(args: argparse.Namespace, transport: TransportSpec, device: str)
         model=args.model,
         config=config,
         dtype=args.dtype,
+        weights=args.weights,
         device=device,
         num_threads=args.threads,
     )

@@ -19,7 +19,7 @@ from pdlab.disagg.worker import ROLES, Role, Worker
 from pdlab.engine import Engine, EngineConfig
 from pdlab.models import Model, load
 from pdlab.models.catalog import DEFAULT_MODEL
-from pdlab.models.loading import DTYPES
+from pdlab.models.loading import AUTO, DTYPES
 from pdlab.requirements import require_choice, require_int, require_number, shown
 
 Kind = Literal["in-process", "socket", "torch", "nixl", "ray"]
@@ -95,7 +95,9 @@ class WorkerSpec:
     """As `pdlab.load` takes it."""
     config: EngineConfig = field(default_factory=EngineConfig)
     dtype: str | None = None
-    """Of the weights; None for the device's usual one."""
+    """None for the device's usual one."""
+    weights: str = AUTO
+    """The format of the weights, as `pdlab.load` takes it."""
     device: str = "cpu"
     num_threads: int | None = None
     """Of torch, where the worker has a process of its own; None for one on each of its cores."""
@@ -125,6 +127,8 @@ class WorkerSpec:
             raise ValueError(f"config={shown(self.config)} must be an EngineConfig")
         if self.dtype is not None:
             require_choice("dtype", self.dtype, tuple(DTYPES))
+        if not isinstance(self.weights, str):
+            raise ValueError(f"weights={shown(self.weights)} must be text: auto, file, int8, ...")
         if not isinstance(self.device, str):
             raise ValueError(f"device={shown(self.device)} must be text: cpu, cuda, cuda:1, ...")
         if self.num_threads is not None:
@@ -173,7 +177,13 @@ def make_worker(
     if spec.transport.kind == "in-process" and board is None and transport is None:
         raise ValueError("board=None: transport kind 'in-process' needs one, shared by its workers")
     if model is None:
-        model = load(spec.model, device=spec.device, dtype=spec.dtype, progress=False)
+        model = load(
+            spec.model,
+            device=spec.device,
+            dtype=spec.dtype,
+            weights=spec.weights,
+            progress=False,
+        )
     engine = Engine(model, spec.config)
     try:
         transport = transport or make_transport(spec.transport, spec.name, board=board)
