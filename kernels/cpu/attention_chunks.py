@@ -9,7 +9,7 @@ Three phases: `write_chunk` stores K and V of the step's rows, `attend_chunk` co
 import numpy as np
 
 from . import attention_tables as t
-from .attention_tiles import all_finite, joined, mix, mix_seen, score, weigh
+from .attention_tiles import all_finite, joined, mix, score, weigh
 from .compiled import kernel, pasted
 from .kv_read import read_rows
 from .kv_write import SCRATCH, write_open, write_unit
@@ -125,65 +125,68 @@ def _turn_queries(kv, item, head, qkv, to, to_at):
 
 @pasted
 def _scratch_floats(head_dim, panels):
-    """Keys, values, scores, factors of two kinds, which keys there are, scales spread out."""
-    return 2 * t.TILE * head_dim + panels * t.LANES * (t.TILE + 2) + t.TILE + 2 * head_dim + 16
+    """Keys or values, scores, factors of two kinds, which keys there are, scales spread out."""
+    return t.TILE * head_dim + panels * t.LANES * (t.TILE + 2) + t.TILE + 2 * head_dim + 16
 
 
 @pasted
 def _attend_tile(kv, plan, window, item, layer, tile, head, queries, at, scratch, sums, to, fresh):
-    """One tile and one KV head: read, score, weigh, mix."""
+    """One tile and one KV head: read keys, score, weigh, read values in their place, mix."""
     head_dim, group = kv[t.HEAD_DIM], kv[t.NUM_HEADS] // kv[t.KV_HEADS]
     lanes = item[t.QUERIES] * group
     panels = -(-lanes // t.LANES)
-    values = t.TILE * head_dim
-    scores = 2 * values
+    scores = t.TILE * head_dim
     keep = scores + panels * t.LANES * t.TILE
     add = keep + panels * t.LANES
     there = add + panels * t.LANES
-    count, gaps = _read_tile(kv, plan, window, item, layer, tile, head, scratch, there)
     largest = to + -(-lanes // 4) * 4 * head_dim
-    hides = _hides(window, item, tile, count)
-    seen_only = (hides or gaps) and not all_finite(scratch, values, head_dim, count)
-    for panel in range(panels):
-        some = min(lanes - t.LANES * panel, t.LANES)
-        here = scores + panel * t.LANES * t.TILE
-        asked = at + panel * t.LANES * head_dim
-        score(queries, asked, some, scratch, 0, head_dim, count, scratch, here)
-        if gaps:
-            _hide_gaps(scratch, there, count, here)
-        if hides:
-            _hide(window, item, tile * t.TILE, count, t.LANES * panel, some, group, scratch, here)
-        factors = t.LANES * panel
-        pair = largest + 2 * t.LANES * panel
-        weigh(scratch, here, some, count, sums, pair, fresh, scratch, keep + factors, add + factors)
-        rows = to + t.LANES * panel * head_dim
-        if seen_only:
-            mix_seen(
-                scratch, here, some, scratch, values, head_dim, count, sums, rows, fresh, scratch,
-                keep + factors, add + factors,
-            )  # fmt: skip
-        else:
-            mix(
-                scratch, here, some, scratch, values, head_dim, count, sums, rows, fresh, scratch,
-                keep + factors, add + factors,
-            )  # fmt: skip
+    for side in (t.K_SIDE, t.V_SIDE):
+        count, gaps = _read_tile(kv, plan, window, item, side, layer, tile, head, scratch, there)
+        hides = _hides(window, item, tile, count)
+        finite = side == t.K_SIDE or not (hides or gaps) or all_finite(scratch, 0, head_dim, count)
+        for panel in range(panels):
+            some, part = min(lanes - t.LANES * panel, t.LANES), t.LANES * panel
+            here, pair = scores + part * t.TILE, largest + 2 * part
+            if side == t.K_SIDE:
+                score(
+                    queries,
+                    at + part * head_dim,
+                    some,
+                    scratch,
+                    0,
+                    head_dim,
+                    head_dim,
+                    count,
+                    scratch,
+                    here,
+                )
+                if gaps:
+                    _hide_gaps(scratch, there, count, here)
+                if hides:
+                    _hide(window, item, tile * t.TILE, count, part, some, group, scratch, here)
+                weigh(
+                    scratch, here, some, count, sums, pair, fresh, scratch, keep + part, add + part
+                )
+            else:
+                mix(
+                    scratch, here, some, scratch, 0, head_dim, count, sums, to + part * head_dim,
+                    fresh, scratch, keep + part, add + part, finite,
+                )  # fmt: skip
 
 
 @pasted
-def _read_tile(kv, plan, window, item, layer, tile, head, scratch, there):
-    """Keys and values of a tile that some query of the item sees, block by block.
+def _read_tile(kv, plan, window, item, side, layer, tile, head, scratch, there):
+    """Keys or values of a tile that some query of the item sees, block by block.
 
     Returns how many keys of the tile there are up to the last of these, and whether some before it
-    are not there: then scratch[there + key] is 0 for those, and their values are 0.
+    are not there: then scratch[there + key] is 0 for those, and so are their values.
     """
     tables, size, head_dim = longs_at(plan[t.AT_TABLES]), kv[t.BLOCK_SIZE], kv[t.HEAD_DIM]
     first, last = item[t.POSITION], item[t.POSITION] + item[t.QUERIES] - 1
     begin, end = tile * t.TILE, (tile + 1) * t.TILE
-    recent, values, spread = (
-        max(begin, first - window[t.SIZE] + 1),
-        t.TILE * head_dim,
-        there + t.TILE,
-    )
+    recent, spread = max(begin, first - window[t.SIZE] + 1), there + t.TILE
+    row_step = head_dim if side == t.K_SIDE else t.LANES
+    step = t.LANES if side == t.K_SIDE else t.LANES * t.TILE
     for key in range(0, t.TILE, 8):
         store_floats(scratch, there + key, zero_floats())
     found, count = end - end, end - end  # no literal 0, for which callees are compiled once more
@@ -199,23 +202,19 @@ def _read_tile(kv, plan, window, item, layer, tile, head, scratch, there):
             some, key = min(size - offset, until - position), position - begin
             position += some
             if block >= 0:  # it was not dropped
-                for side in (t.K_SIDE, t.V_SIDE):
-                    to = key * head_dim if side == t.K_SIDE else values + key * t.LANES
-                    row_step = head_dim if side == t.K_SIDE else t.LANES
-                    step = t.LANES if side == t.K_SIDE else t.LANES * t.TILE
-                    read_rows(
-                        kv, side, layer, head, block, offset, some, scratch, to, row_step, step,
-                        spread,
-                    )  # fmt: skip
+                read_rows(
+                    kv, side, layer, head, block, offset, some, scratch, key * row_step, row_step,
+                    step, spread,
+                )  # fmt: skip
                 for i in range(key, key + some):
                     scratch[there + i] = _ONE
                 found += some
     gaps = found < count
-    if gaps:
+    if gaps and side == t.V_SIDE:
         for key in range(count):
             if scratch[there + key] == 0:
                 for panel in range(0, head_dim, 16):
-                    at = values + t.TILE * panel + t.LANES * key
+                    at = t.TILE * panel + t.LANES * key
                     store_floats(scratch, at, zero_floats())
                     store_floats(scratch, at + 8, zero_floats())
     return count, gaps

@@ -4,7 +4,7 @@ A panel is 16 queries side by side: a vector's lanes are queries, so that scores
 need no sum across lanes. All is in a chunk's scratch, which stays in the second-level cache:
 
     queries  [panels, head_dim, 16]      scores  [panels, TILE, 16]
-    keys     [TILE, head_dim]            values  [head_dim / 16, TILE, 16]
+    keys     [TILE, head_dim]            values  [head_dim / 16, TILE, 16], in the same place
 
 A tile's **sums** are, for each query, the largest score, the total of the weights e^(score -
 largest) and the values so weighted: [queries in fours, head_dim], then for each panel 16 largest
@@ -41,11 +41,11 @@ _HIDDEN = np.float32(-np.inf)
 
 
 @pasted
-def _four_keys(queries, at, keys, key_at, head_dim, scores, to):
+def _four_keys(queries, at, keys, key_at, row, head_dim, scores, to):
     """Scores of 16 queries and 4 keys."""
     a0, a1, b0, b1 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
     c0, c1, d0, d1 = zero_floats(), zero_floats(), zero_floats(), zero_floats()
-    b_at, c_at, d_at = key_at + head_dim, key_at + 2 * head_dim, key_at + 3 * head_dim
+    b_at, c_at, d_at = key_at + row, key_at + 2 * row, key_at + 3 * row
     for channel in range(head_dim):
         low = load_floats(queries, at + LANES * channel)
         high = load_floats(queries, at + LANES * channel + 8)
@@ -68,13 +68,13 @@ def _four_keys(queries, at, keys, key_at, head_dim, scores, to):
 
 
 @pasted
-def _eight_keys(queries, at, keys, key_at, head_dim, scores, to):
+def _eight_keys(queries, at, keys, key_at, row, head_dim, scores, to):
     """Scores of the first 8 queries of a panel and 8 keys."""
     a, b, c, d = zero_floats(), zero_floats(), zero_floats(), zero_floats()
     e, f, g, h = zero_floats(), zero_floats(), zero_floats(), zero_floats()
-    b_at, c_at, d_at = key_at + head_dim, key_at + 2 * head_dim, key_at + 3 * head_dim
-    e_at, f_at = key_at + 4 * head_dim, key_at + 5 * head_dim
-    g_at, h_at = key_at + 6 * head_dim, key_at + 7 * head_dim
+    b_at, c_at, d_at = key_at + row, key_at + 2 * row, key_at + 3 * row
+    e_at, f_at = key_at + 4 * row, key_at + 5 * row
+    g_at, h_at = key_at + 6 * row, key_at + 7 * row
     for channel in range(head_dim):
         query = load_floats(queries, at + LANES * channel)
         a = fma(repeat_float(keys, key_at + channel), query, a)
@@ -96,17 +96,20 @@ def _eight_keys(queries, at, keys, key_at, head_dim, scores, to):
 
 
 @kernel
-def score(queries, at, lanes, keys, keys_at, head_dim, count, scores, to):
-    """Scores of a panel's first `lanes` queries and `count` keys, rounded up to eights."""
+def score(queries, at, lanes, keys, keys_at, row, head_dim, count, scores, to):
+    """Scores of a panel's first `lanes` queries and `count` keys, rounded up to eights.
+
+    Keys lie `row` floats apart.
+    """
     if lanes > 8:
         for key in range(0, count, 4):
             _four_keys(
-                queries, at, keys, keys_at + key * head_dim, head_dim, scores, to + LANES * key
+                queries, at, keys, keys_at + key * row, row, head_dim, scores, to + LANES * key
             )
     else:
         for key in range(0, count, 8):
             _eight_keys(
-                queries, at, keys, keys_at + key * head_dim, head_dim, scores, to + LANES * key
+                queries, at, keys, keys_at + key * row, row, head_dim, scores, to + LANES * key
             )
 
 
@@ -184,36 +187,41 @@ def _four_queries(weights, at, values, values_at, count, sums, to, row, fresh, f
     _join_row(d0, d1, sums, to + 3 * row, fresh, factors, keep + 3, add + 3)
 
 
+@pasted
+def _seen_keys(weights, at, values, values_at, count, sums, to, fresh, factors, keep, add):
+    """Sixteen channels of one query, the same bits: values of weight 0 are not touched."""
+    low, high = zero_floats(), zero_floats()
+    for key in range(count):
+        if weights[at + LANES * key] != 0:
+            weight = repeat_float(weights, at + LANES * key)
+            low = fma(weight, load_floats(values, values_at + LANES * key), low)
+            high = fma(weight, load_floats(values, values_at + LANES * key + 8), high)
+    _join_row(low, high, sums, to, fresh, factors, keep, add)
+
+
 @kernel
 def mix(
-    weights, at, lanes, values, values_at, head_dim, count, sums, to, fresh, factors, keep, add
-):
-    """Join the weighted values of a panel's queries, in fours, to sums[to], [queries, head_dim]."""
+    weights, at, lanes, values, values_at, head_dim, count, sums, to, fresh, factors, keep, add,
+    finite,
+):  # fmt: skip
+    """Join the weighted values of a panel's queries, in fours, to sums[to], [queries, head_dim].
+
+    If values are not `finite`, those of weight 0 must not be touched, be they infinite or NaN.
+    """
     for panel in range(0, head_dim, 16):
-        here = values_at + panel * TILE
-        for query in range(0, lanes, 4):
-            _four_queries(
-                weights, at + query, values, here, count, sums, to + query * head_dim + panel,
-                head_dim, fresh, factors, keep + query, add + query,
-            )  # fmt: skip
-
-
-@kernel
-def mix_seen(
-    weights, at, lanes, values, values_at, head_dim, count, sums, to, fresh, factors, keep, add
-):
-    """The same bits, slowly: values of weight 0 are not touched, be they infinite or NaN."""
-    for query in range(lanes):
-        for panel in range(0, head_dim, 16):
-            low, high = zero_floats(), zero_floats()
-            for key in range(count):
-                if weights[at + query + LANES * key] != 0:
-                    here = values_at + panel * TILE + LANES * key
-                    weight = repeat_float(weights, at + query + LANES * key)
-                    low = fma(weight, load_floats(values, here), low)
-                    high = fma(weight, load_floats(values, here + 8), high)
-            there = to + query * head_dim + panel
-            _join_row(low, high, sums, there, fresh, factors, keep + query, add + query)
+        here, there = values_at + panel * TILE, to + panel
+        if finite:
+            for query in range(0, lanes, 4):
+                _four_queries(
+                    weights, at + query, values, here, count, sums, there + query * head_dim,
+                    head_dim, fresh, factors, keep + query, add + query,
+                )  # fmt: skip
+        else:
+            for query in range(lanes):
+                _seen_keys(
+                    weights, at + query, values, here, count, sums, there + query * head_dim,
+                    fresh, factors, keep + query, add + query,
+                )  # fmt: skip
 
 
 @kernel

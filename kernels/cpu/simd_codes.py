@@ -75,17 +75,15 @@ def _narrow_bfloat(builder: Any, value: Any) -> Any:
 
 
 def _widen_fp8(builder: Any, codes: Any) -> Any:
-    """float8_e4m3fn, given as its bits: moved to where float32 has them, 2^-120 of the value."""
-    codes = builder.zext(codes, Ints.vector)
-    sign = builder.shl(
-        builder.and_(codes, _constant(Ints.vector, 0x80)), _constant(Ints.vector, 24)
-    )
-    rest = builder.and_(codes, _constant(Ints.vector, 0x7F))
-    bits = builder.bitcast(builder.shl(rest, _constant(Ints.vector, 20)), Floats.vector)
-    size = builder.fmul(bits, _constant(Floats.vector, 2.0**120))
-    is_nan = builder.icmp_signed("==", rest, _constant(Ints.vector, 0x7F))
-    size = builder.select(is_nan, _constant(Floats.vector, float("nan")), size)
-    return builder.bitcast(builder.or_(builder.bitcast(size, Ints.vector), sign), Floats.vector)
+    """float8_e4m3fn, given as its bits: moved to where float16 has them, 2^-8 of the value."""
+    shorts = ir.VectorType(_I16, 8)
+    codes = builder.zext(codes, shorts)
+    rest = builder.and_(codes, _constant(shorts, 0x7F))
+    sign = builder.shl(builder.and_(codes, _constant(shorts, 0x80)), _constant(shorts, 8))
+    half = builder.or_(sign, builder.shl(rest, _constant(shorts, 7)))
+    value = builder.fmul(_widen_half(builder, half), _constant(Floats.vector, 2.0**8))
+    is_nan = builder.icmp_signed("==", rest, _constant(shorts, 0x7F))
+    return builder.select(is_nan, _constant(Floats.vector, float("nan")), value)
 
 
 def _whole_floats(builder: Any, codes: Any, shift: int | None = None) -> Any:
