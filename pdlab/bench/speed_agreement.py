@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from statistics import mean
 from typing import Any
+
+from torch import Tensor
 
 from pdlab.bench.prompts import passages
 from pdlab.bench.speed import SpeedBench
@@ -63,9 +66,10 @@ class Likeness:
         same = f"{self.num_equal} of {self.num_answers} answers the same"
         if not self.differences:
             return same
+        after = mean(difference.position for difference in self.differences)
         widest = max(difference.gap for difference in self.differences)
-        how = "others part at near ties" if self.is_same_model else "others part"
-        return f"{same}, {how}, up to {widest:.2g} logits apart"
+        how = f"up to {widest:.2g} logits apart" + (", near ties" if self.is_same_model else "")
+        return f"{same}; the others part after {after:.0f} tokens, {how}"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -86,7 +90,7 @@ def compare(
 ) -> Likeness:
     """One contestant's answers beside the reference's, by case."""
     differences, lengths = [], []
-    for case in reference.keys() & answers.keys():
+    for case in (case for case in reference if case in answers):
         for prompt, ours, theirs in zip(prompts[case], reference[case], answers[case], strict=True):
             at = first_difference(ours, theirs)
             lengths.append(len(ours) if at is None else at)
@@ -107,9 +111,13 @@ def measure_likeness(found: SpeedBench, model: Model, reference: str) -> list[Li
         return []
     generator = NaiveGenerator(model)
 
+    @cache  # many part at the same place
+    def logits(text: tuple[int, ...]) -> Tensor:
+        return generator.logits(list(text), last_only=True)[0]
+
     def gap(text: list[int], one: int, other: int) -> float:
-        logits = generator.logits(text, last_only=True)[0]
-        return float(logits[one] - logits[other])
+        row = logits(tuple(text))
+        return float(row[one] - row[other])
 
     prompts = {case.name: passages(model, case.batch, case.context) for case in found.cases}
     base = found.token_ids[reference]

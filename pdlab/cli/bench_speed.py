@@ -127,8 +127,7 @@ def report(found: SpeedBench, alike: Sequence[Likeness]) -> Iterator[str | Table
 
 def numbers_table(found: SpeedBench) -> Table:
     """A row for each contestant: medians, spread, and the share of the floor."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("tok/s after the first, or s\nand share of the floor", no_wrap=True)
+    table = _table("tok/s after the first\nor s; share of floor")
     columns = found.columns()
     for column in columns:
         table.add_column(_head(column), justify="right", no_wrap=True)
@@ -138,19 +137,25 @@ def numbers_table(found: SpeedBench) -> Table:
     return table
 
 
+def _table(corner: str) -> Table:
+    """Narrow enough for five columns on a page of 80 characters."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column(corner, no_wrap=True)
+    return table
+
+
 def _cell(found: SpeedBench, contestant: Contestant, column: Column) -> str:
     """Median and share of the floor; below them the least and the most."""
     spread, share = found.spread(contestant.name, column), found.share(contestant, column)
     if spread is None or share is None:
         return "-"
-    low, high = _number(spread.least), _number(spread.most)
-    return f"{_number(spread.median)} {share:>4.0%}\n[dim]{low}–{high}[/]"
+    low, high = _number(spread.least, 2), _number(spread.most, 2)
+    return f"{_number(spread.median)} {share:.0%}\n[dim]{low}–{high}[/]"
 
 
 def ratios_table(found: SpeedBench) -> Table:
     """pdlab's fastest mode in each column, over each peer."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("pdlab's best mode,\ntimes as fast as", no_wrap=True)
+    table = _table("pdlab's best mode,\ntimes as fast as")
     columns = found.columns()
     best = {column: found.best(column, pdlab=True) for column in columns}
     for column in columns:
@@ -179,5 +184,6 @@ def _head(column: Column) -> str:
     return column.name.replace(", ", "\n").replace("TTFT ", "TTFT\n")
 
 
-def _number(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"
+def _number(value: float, digits: int = 3) -> str:
+    """So many significant digits, or all that stand before the point."""
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.{digits}g}"
