@@ -1,25 +1,44 @@
 """A decoder that is ready to compute: weights, tables and buffers around `step.run_program`."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from . import step
 from . import step_tables as t
+from .ahead import addresses
 from .attention_plan import AttentionPlan, PagedKV, address
 from .linear import FP32_ROWS, panels_per_chunk
-from .step import TELLS_TIME, run_program
 from .team import Team
 from .weights import FORMATS, GROUP, PANEL, Weight
 
 _ROWS_A_CHUNK = 64  # at most; a row is some microseconds of work
 _PROGRAMS = 64  # that are kept
-_STAGES = ("embed", "qkv", "attention", "output", "mlp", "logits")
-_STAGE_OF = np.array([0, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 4, 5, 5])
-"""Which stage a phase belongs to, by its number."""
+_PARTS: dict[str, tuple[str, Any]] = {
+    "embed": ("embed", step.embed),
+    "input norm": ("qkv", step.norm),
+    "project": ("qkv", step.multiply_panels),
+    "rotate": ("qkv", step.rotate),
+    "write": ("attention", step.write),
+    "attend": ("attention", step.attend),
+    "combine": ("attention", step.combine),
+    "round attended": ("output", step.round_rows),
+    "output": ("output", step.multiply_panels),
+    "MLP norm": ("mlp", step.norm),
+    "gate": ("mlp", step.gate),
+    "round gated": ("mlp", step.round_rows),
+    "down": ("mlp", step.multiply_panels),
+    "final norm": ("logits", step.norm),
+    "logits": ("logits", step.multiply_panels),
+}
+"""Phases by their name: the stage that each belongs to, and what computes it."""
+NAMES = tuple(_PARTS)
+_STAGES = tuple(dict.fromkeys(stage for stage, _ in _PARTS.values()))
+_STAGE_OF = np.array([_STAGES.index(stage) for stage, _ in _PARTS.values()])
 
 
 class Shape(NamedTuple):
@@ -56,15 +75,48 @@ class LayerWeights:
     window_kind: int = 0
 
 
-class StepResult(NamedTuple):
-    """`hidden` float32 [rows, hidden_size], before the final norm; `logits` [samples, vocab_size].
+class PhaseTime(NamedTuple):
+    """When a phase of a step began, by `time.perf_counter`."""
 
-    `stage_s`: seconds by stage, empty where the system has no clock for it.
+    name: str
+    """One of NAMES."""
+    layer: int
+    began_s: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step computed.
+
+    Attributes:
+        hidden: float32 [rows, hidden_size], before the final norm.
+        logits: float32 [samples, vocab_size].
+        ended_s: when its last phase ended, by `time.perf_counter`.
     """
 
     hidden: torch.Tensor
     logits: torch.Tensor
-    stage_s: dict[str, float]
+    ended_s: float
+    _program: np.ndarray = field(repr=False)
+    _stamps: np.ndarray = field(repr=False)
+
+    @property
+    def phases(self) -> list[PhaseTime]:
+        """Its phases in order; none where the system has no clock for it."""
+        names, layers = self._program[:, t.NAME].tolist(), self._program[:, t.LAYER].tolist()
+        times = zip(names, layers, self._began_s.tolist(), strict=True)
+        return [PhaseTime(NAMES[name], layer, began_s) for name, layer, began_s in times]
+
+    @property
+    def stage_s(self) -> dict[str, float]:
+        """Seconds by stage; empty where the system has no clock for it."""
+        spent_s = np.diff(self._began_s, append=self.ended_s)
+        sums = np.bincount(_STAGE_OF[self._program[:, t.NAME]], spent_s, len(_STAGES))
+        return {stage: float(s) for stage, s in zip(_STAGES, sums, strict=True) if s > 0}
+
+    @property
+    def _began_s(self) -> np.ndarray:
+        return self._stamps @ (1.0, 1e-9)
 
 
 def why_not(shape: Shape) -> str | None:
@@ -107,6 +159,7 @@ class CompiledDecoder:
         self.shape, self.layers, self.head, self.kv, self.team = shape, layers, head, kv, team
         self._floats = [embedding, final_norm, cos, sin]
         self._layer_table = np.array([_layer_words(layer) for layer in layers], np.int64)
+        self._addresses = addresses()
         self._model_table = np.array(
             [
                 *shape[:5],
@@ -165,10 +218,12 @@ class CompiledDecoder:
         batch[t.AT_LOGITS], batch[t.AT_STAMPS] = address(logits), address(stamps)
         batch[t.NORMED_CODES :] = self._buffers.codes
         self.team.run(
-            run_program, program, self._layer_table, self._model_table, batch, self.kv.table,
-            plan.table, np.float32(self.shape.rms_norm_eps),
+            step.run_program, program, self._model_table, batch, self.kv.table, plan.table,
+            np.float32(self.shape.rms_norm_eps),
         )  # fmt: skip
-        return StepResult(hidden, logits, _stage_s(program, stamps))
+        ended_s = time.perf_counter()
+        told = slice(None) if step.TELLS_TIME else slice(0)
+        return StepResult(hidden, logits, ended_s, program[told], stamps[told])
 
     def _program(self, rows: int, samples: int, plan: AttentionPlan, layers: range) -> np.ndarray:
         """The phases of a step, int64 [phases, PHASE_WORDS]."""
@@ -177,42 +232,68 @@ class CompiledDecoder:
             if len(self._programs) == _PROGRAMS:
                 del self._programs[next(iter(self._programs))]
             self._programs[key] = np.array(self._phases(*key), np.int64)
-        program = self._programs[key].copy()
-        phases, chunks = program[:, t.PHASE], program[:, t.CHUNKS]
-        chunks[phases == t.WRITE] = plan.write_chunks
-        kinds = self._layer_table[layers.start : layers.stop, t.WINDOW_KIND]
-        chunks[phases == t.ATTEND] = np.asarray(plan.attend_chunks)[kinds]
-        chunks[phases == t.COMBINE] = np.asarray(plan.combine_chunks)[kinds]
-        return program
+        program, kinds = self._programs[key].copy(), np.array([x.window_kind for x in self.layers])
+        names, chunks = program[:, t.NAME], program[:, t.CHUNKS]
+        chunks[names == NAMES.index("write")] = plan.write_chunks
+        kinds = kinds[layers.start : layers.stop]
+        chunks[names == NAMES.index("attend")] = np.asarray(plan.attend_chunks)[kinds]
+        chunks[names == NAMES.index("combine")] = np.asarray(plan.combine_chunks)[kinds]
+        return program[chunks > 0]
 
-    def _phases(self, rows: int, samples: int, layers: range) -> list[tuple[int, int, int, int]]:
+    def _phases(self, rows: int, samples: int, layers: range) -> list[list[int]]:
         """All of a program but how many chunks attention has."""
-        by_rows = _by_rows(rows, self.team.num_threads)
-        phases = [(t.EMBED, 0, *by_rows)] if layers.start == 0 else []
+        phases = []
+        if layers.start == 0:
+            phases.append(self._phase("embed", *_by_rows(rows, self.team.num_threads)))
         for number in layers:
-            layer = self.layers[number]
-            phases += [
-                (t.INPUT_NORM, number, *by_rows),
-                (t.PROJECT, number, *self._by_panels(layer.qkv, rows)),
-                (t.ROTATE, number, *by_rows),
-                (t.WRITE, number, 0, 1),
-                (t.ATTEND, number, 0, 1),
-                (t.COMBINE, number, 0, 1),
-            ]
-            if layer.output.format != "fp32":
-                phases.append((t.ROUND_ATTENDED, number, *by_rows))
-            phases += [
-                (t.ADD_OUTPUT, number, *self._by_panels(layer.output, rows)),
-                (t.MLP_NORM, number, *by_rows),
-                (t.GATE, number, *self._by_gate_panels(layer.gate_up, rows)),
-            ]
-            if layer.down.format in ("int8", "q8_0"):  # whose scale is the whole row's
-                phases.append((t.ROUND_GATED, number, *by_rows))
-            phases.append((t.ADD_DOWN, number, *self._by_panels(layer.down, rows)))
+            phases += self._layer_phases(number, rows)
         if samples:
-            phases.append((t.FINAL_NORM, 0, *_by_rows(samples, self.team.num_threads)))
-            phases.append((t.LOGITS, 0, *self._by_panels(self.head, samples)))
+            weight = {"AT_WEIGHT": address(self._model_table) + 8 * t.HEAD, "CODES": t.NORMED_CODES}
+            norm, by_panels = (
+                int(self._model_table[t.AT_FINAL_NORM]),
+                self._by_panels(self.head, samples),
+            )
+            weight["ROWS"] = t.NUM_SAMPLES
+            chunks = _by_rows(samples, self.team.num_threads)
+            phases.append(self._phase("final norm", *chunks, **weight, AT_MORE=norm))
+            phases.append(self._phase("logits", *by_panels, **weight, X=t.AT_NORMED, Y=t.AT_LOGITS))
         return phases
+
+    def _layer_phases(self, number: int, rows: int) -> Iterator[list[int]]:
+        layer, words = self.layers[number], self._layer_table[number]
+        by_rows = _by_rows(rows, self.team.num_threads)
+        at = address(words)
+        input_norm, mlp_norm = int(words[t.AT_INPUT_NORM]), int(words[t.AT_MLP_NORM])
+        qkv = {"LAYER": number, "AT_WEIGHT": at + 8 * t.QKV, "CODES": t.NORMED_CODES}
+        yield self._phase("input norm", *by_rows, **qkv, AT_MORE=input_norm)
+        yield self._phase(
+            "project", *self._by_panels(layer.qkv, rows), **qkv, X=t.AT_NORMED, Y=t.AT_QKV
+        )
+        yield self._phase("rotate", *by_rows, LAYER=number, AT_MORE=at)
+        for name in ("write", "attend", "combine"):
+            yield self._phase(name, 0, 1, LAYER=number, WINDOW_KIND=layer.window_kind)
+        output = qkv | {"AT_WEIGHT": at + 8 * t.OUTPUT, "X": t.AT_ATTENDED}
+        if layer.output.format != "fp32":
+            yield self._phase("round attended", *by_rows, **output)
+        add = {"Y": t.AT_HIDDEN, "ACCUMULATE": 1}
+        yield self._phase("output", *self._by_panels(layer.output, rows), **output, **add)
+        gate_up = qkv | {"AT_WEIGHT": at + 8 * t.GATE_UP}
+        yield self._phase("MLP norm", *by_rows, **gate_up, AT_MORE=mlp_norm)
+        yield self._phase("gate", *self._by_gate_panels(layer.gate_up, rows), **gate_up, AT_MORE=at)
+        down = {"LAYER": number, "AT_WEIGHT": at + 8 * t.DOWN, "CODES": t.GATED_CODES}
+        down["X"] = t.AT_GATED
+        if layer.down.format in ("int8", "q8_0"):  # whose scale is the whole row's
+            yield self._phase("round gated", *by_rows, **down)
+        yield self._phase("down", *self._by_panels(layer.down, rows), **down, **add)
+
+    def _phase(self, name: str, chunks: int, each: int, **words: int) -> list[int]:
+        """A row of a program; `words` by their names in `step_tables`."""
+        row = [0] * t.PHASE_WORDS
+        row[t.AT_FUNCTION] = self._addresses[_PARTS[name][1]]
+        row[t.NAME], row[t.CHUNKS], row[t.EACH] = NAMES.index(name), chunks, each
+        for word, value in words.items():
+            row[getattr(t, word)] = value
+        return row
 
     def _by_panels(self, weight: Weight, rows: int) -> tuple[int, int]:
         """How many chunks, and panels in each."""
@@ -233,16 +314,6 @@ def _by_rows(rows: int, num_threads: int) -> tuple[int, int]:
     return -(-rows // each), each
 
 
-def _stage_s(program: np.ndarray, stamps: np.ndarray) -> dict[str, float]:
-    """Seconds by stage, from when each phase began."""
-    if not TELLS_TIME:
-        return {}
-    began = program[:, t.CHUNKS] > 0
-    began_s = np.append(stamps[began] @ (1.0, 1e-9), time.perf_counter())
-    spent = np.bincount(_STAGE_OF[program[began, t.PHASE]], np.diff(began_s), len(_STAGES))
-    return {stage: float(s) for stage, s in zip(_STAGES, spent, strict=True) if s > 0}
-
-
 # --- tables --------------------------------------------------------------------------------------
 
 
@@ -251,7 +322,6 @@ def _layer_words(layer: LayerWeights) -> list[int]:
     weights = (layer.output, layer.gate_up, layer.down)
     return [
         *(_floats_at(x) for x in norms),
-        layer.window_kind,
         *_weight_words(layer.qkv, layer.qkv_bias),
         *(word for weight in weights for word in _weight_words(weight)),
     ]

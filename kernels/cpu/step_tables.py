@@ -11,15 +11,13 @@ FP32, INT8, Q8_0, INT4 = range(4)
 """Values of FORMAT, in the order of `weights.FORMATS`."""
 
 # --- a layer -------------------------------------------------------------------------------------
-AT_INPUT_NORM, AT_Q_NORM, AT_K_NORM, AT_MLP_NORM, WINDOW_KIND = range(5)
-QKV, OUTPUT, GATE_UP, DOWN = range(5, 5 + 4 * WEIGHT_WORDS, WEIGHT_WORDS)
-LAYER_WORDS = 5 + 4 * WEIGHT_WORDS
+AT_INPUT_NORM, AT_Q_NORM, AT_K_NORM, AT_MLP_NORM = range(4)
+QKV, OUTPUT, GATE_UP, DOWN = range(4, 4 + 4 * WEIGHT_WORDS, WEIGHT_WORDS)
 
 # --- the model -----------------------------------------------------------------------------------
 HIDDEN_SIZE, INNER_SIZE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PLANES = range(6)
 AT_EMBEDDING, AT_COS, AT_SIN, AT_FINAL_NORM = range(6, 10)
 HEAD = 10
-MODEL_WORDS = HEAD + WEIGHT_WORDS
 
 # --- the batch -----------------------------------------------------------------------------------
 NUM_ROWS, NUM_SAMPLES = range(2)
@@ -31,9 +29,13 @@ BATCH_WORDS = 23
 AT_CODES8, AT_SCALES8, AT_SUMS, AT_CODES16, AT_SCALES16 = range(5)
 
 # --- a phase -------------------------------------------------------------------------------------
-PHASE, LAYER, CHUNKS, EACH = range(4)  # EACH: rows or panels of a chunk
-PHASE_WORDS = 4
-(
-    EMBED, INPUT_NORM, PROJECT, ROTATE, WRITE, ATTEND, COMBINE, ROUND_ATTENDED, ADD_OUTPUT,
-    MLP_NORM, GATE, ROUND_GATED, ADD_DOWN, FINAL_NORM, LOGITS,
-) = range(15)  # fmt: skip
+AT_FUNCTION, NAME, LAYER, CHUNKS = range(4)
+EACH = 4  # rows or panels of a chunk
+ROWS = 5  # which word of the batch counts its rows: NUM_ROWS or NUM_SAMPLES
+AT_WEIGHT = 6  # the words of the weight that it multiplies with, or rounds for
+CODES = 7  # which words of the batch hold the activations it rounds, or reads rounded
+X, Y = 8, 9  # which words of the batch hold the addresses of what it reads and writes
+ACCUMULATE = 10
+AT_MORE = 11  # a norm's weight, or the words of the layer
+WINDOW_KIND = 12
+PHASE_WORDS = 13

@@ -48,12 +48,13 @@ def survey(logits: torch.Tensor, k: int) -> Survey:
     probabilities = np.empty((rows, k), np.float32)
     allowed = np.empty(rows, np.int64)
     flat = logits.detach().contiguous().view(-1).numpy()
-    _survey_rows(flat, rows, vocab_size, token_ids, probabilities, allowed)
+    survey_rows(flat, rows, vocab_size, token_ids, probabilities, allowed)
     return Survey(token_ids, probabilities, allowed)
 
 
 @kernel
-def _survey_rows(logits, rows, vocab_size, token_ids, values, allowed):
+def survey_rows(logits, rows, vocab_size, token_ids, values, allowed):
+    """Fill ids, probabilities and counts of all rows of flat logits."""
     for row in range(rows):
         at = row * vocab_size
         values[row, :] = -np.inf

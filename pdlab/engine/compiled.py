@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from pdlab.attention import Window
 from pdlab.engine.batch import BatchInputs
@@ -69,6 +70,7 @@ class CompiledForward:
         from pdlab_kernels.cpu.decoder import CompiledDecoder
         from pdlab_kernels.cpu.team import Team
 
+        _compile_kernels()
         decoder = model.decoder
         self.cache = cache
         self.windows = list(dict.fromkeys(windows))
@@ -128,6 +130,22 @@ class CompiledForward:
                 on_layer(layers.start)
                 clock.lap("transfer")
         return Computed(result.hidden, result.logits)
+
+
+def _compile_kernels() -> None:
+    """Shows a bar if it takes its time, which it does once for each version of pdlab."""
+    from pdlab_kernels.cpu.ahead import compile_step
+
+    bars: list[tqdm] = []
+
+    def tell(name: str) -> None:
+        if not bars:
+            bars.append(tqdm(desc="Compiling kernels, once", unit=" kernels", leave=False))
+        bars[0].update()
+
+    compile_step(tell)
+    for bar in bars:
+        bar.close()
 
 
 def _shape(decoder: Decoder) -> Shape:
