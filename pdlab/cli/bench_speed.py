@@ -16,7 +16,7 @@ from pdlab.bench.entries import MODES, REFERENCE, mode_entry, peer_entry, transf
 from pdlab.bench.speed import CASES, Column, Contestant, SpeedBench, Spread
 from pdlab.bench.speed_agreement import Likeness, measure_likeness
 from pdlab.bench.speed_run import measure_speed
-from pdlab.cli.text import si
+from pdlab.cli.text import counted, si
 from pdlab.cli.walk import check_save
 from pdlab.machine import num_cores
 from pdlab.models import load, load_outline
@@ -100,9 +100,9 @@ def report(found: SpeedBench, alike: Sequence[Likeness]) -> Iterator[str | Table
     bandwidth = Spread.of([c.bandwidth_bytes_s for c in found.ceilings])
     flops = Spread.of([c.flops_s for c in found.ceilings])
     yield (
-        f"[bold]measured[/] on {escape(str(found.machine['processor']))}, {found.threads} threads; "
-        f"{escape(found.model)}, greedy, {found.num_tokens} tokens a prompt; medians of "
-        f"{found.rounds} rounds in turns, and lowest–highest"
+        f"[bold]measured[/] on {escape(str(found.machine['processor']))}, "
+        f"{counted(found.threads, 'thread')}; {escape(found.model)}, greedy, {found.num_tokens} tokens a prompt; medians of "
+        f"{counted(found.rounds, 'round')} in turns, and lowest–highest"
     )
     yield (
         f"the machine in this run: {si(bandwidth.median, 'B/s')} read "
