@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from pdlab_kernels.cpu.target import TARGET
 from typer.testing import CliRunner, Result
 
 from pdlab import Engine, EngineConfig, Model, SamplingParams, Trace
@@ -41,7 +42,7 @@ def pdlab(*arguments: str) -> Result:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, smollm2: Model) -> Model:
     """`run` takes the model that is loaded already, and a machine that needs no measuring."""
-    monkeypatch.setattr(walk, "load", lambda name, device: smollm2)
+    monkeypatch.setattr(walk, "load", lambda name, weights, device: smollm2)
     monkeypatch.setattr(walk, "calibrate", lambda device, dtype: ROUND)
     return smollm2
 
@@ -121,8 +122,24 @@ def test_a_model_that_cannot_serve_is_named(name: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
+def test_weights_of_another_format_reach_the_engine(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    arguments = ["--weights", "file", "--max-tokens", "3", "--save", str(path)]
+    assert pdlab("run", PROMPT, *arguments).exit_code == 0
+    trace = Trace.load(path)
+    assert trace.model["weight_bytes"] < 110e6
+    assert trace.engine["backend"] == ("torch" if TARGET == "torch" else "cpu")
+
+
+def test_unknown_weights_are_named_in_one_line() -> None:
+    result = pdlab("run", PROMPT, "--weights", "int3")
+    assert result.exit_code == 2
+    assert "weights='int3'" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_a_model_that_cannot_be_fetched_gives_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(name: str, device: str) -> Model:
+    def unreachable(name: str, weights: str, device: str) -> Model:
         raise FetchError("cannot download it\nWhat helps: ...")
 
     monkeypatch.setattr(walk, "load", unreachable)

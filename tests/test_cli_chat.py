@@ -29,7 +29,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, smollm2: Model) -> list[Engine]:
         made.append(speaking(model, record_trace=config.record_trace))
         return made[-1]
 
-    monkeypatch.setattr(chat, "load", lambda name, device: smollm2)
+    monkeypatch.setattr(chat, "load", lambda name, weights, device: smollm2)
     monkeypatch.setattr(chat, "Engine", make)
     return made
 

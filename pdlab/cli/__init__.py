@@ -23,6 +23,10 @@ bench_app = typer.Typer()
 app.add_typer(bench_app, name="bench")
 
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+WeightsOption = Annotated[
+    str,
+    typer.Option(help="Format: auto (the plain dtype), file (a GGUF's own), int8, int4:gptq, ..."),
+]
 
 
 @app.command()
@@ -55,6 +59,7 @@ def run(
     chunk_size: Annotated[
         int | None, typer.Option(help="Most prompt tokens of one prefill step.")
     ] = None,
+    weights: WeightsOption = "auto",
     device: DeviceOption = "cpu",
     save: Annotated[
         Path | None, typer.Option(help="Write the trace here, say run.json.gz.")
@@ -74,6 +79,7 @@ def run(
                 seed=seed,
                 exact=exact,
                 chunk_size=chunk_size,
+                weights=weights,
                 device=device,
                 save=save,
             )
@@ -94,6 +100,7 @@ def chat(
     ] = 0.9,
     seed: Annotated[int | None, typer.Option(help="The same answers each time.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
+    weights: WeightsOption = "auto",
     device: DeviceOption = "cpu",
     save: Annotated[
         Path | None, typer.Option(help="Write the trace here, say chat.json.gz.")
@@ -112,6 +119,7 @@ def chat(
                 top_p=top_p,
                 seed=seed,
                 max_tokens=max_tokens,
+                weights=weights,
                 device=device,
                 save=save,
             )
@@ -204,6 +212,7 @@ def replay(
     model: Annotated[
         str, typer.Option(help="The model; for --cache-only the name of a shape.")
     ] = "smollm2-135m",
+    weights: WeightsOption = "auto",
     device: DeviceOption = "cpu",
     ttft_slo_ms: Annotated[float, typer.Option(help="Latest first token that is good.")] = 2000,
     tpot_slo_ms: Annotated[float, typer.Option(help="Slowest pace after it that is good.")] = 250,
@@ -271,6 +280,7 @@ def replay(
                 blocks=blocks,
                 block_size=block_size,
                 model=model,
+                weights=weights,
                 device=device,
                 ttft_slo_ms=ttft_slo_ms,
                 tpot_slo_ms=tpot_slo_ms,

@@ -42,6 +42,7 @@ class Chat:
     top_p: float = 0.9
     seed: int | None = None
     max_tokens: int = 256
+    weights: str = "auto"
     device: str = "cpu"
     save: Path | None = None
 
@@ -60,7 +61,7 @@ def chat(asked: Chat) -> None:
     )
     check_save(asked.save)
     console = Console(highlight=False)
-    model = load(asked.model, device=asked.device)
+    model = load(asked.model, weights=asked.weights, device=asked.device)
     # a trace grows with every step, and a chat has no end: kept only to be saved
     with Engine(model, EngineConfig(record_trace=asked.save is not None)) as engine:
         terminal = Terminal(console, Conversation(engine, params, asked.system))

@@ -59,7 +59,7 @@ def check_together(given: Collection[str], options: Mapping[str, str]) -> None:
         raise ValueError(
             "--hardware needs --simulate: only simulated time can be another machine's"
         )
-    for name in sorted({"model", "device"} & set(given)):
+    for name in sorted({"model", "weights", "device"} & set(given)):
         if "hardware" in given:
             raise ValueError(
                 f"{options[name]} and --hardware: the published times are of one model"
@@ -83,7 +83,7 @@ def replay_serving(asked: ServingReplay) -> None:
     traffic = Traffic.of(asked)
     traffic.arrivals(asked)  # refuses what is out of range before a model is loaded
     console = Console(highlight=False)
-    model = None if machine else load(asked.model, device=asked.device)
+    model = None if machine else load(asked.model, weights=asked.weights, device=asked.device)
     limit = config.max_model_len or (model.config.max_model_len if model else 0)
     traffic = traffic.cut(min(limit, config.num_blocks * config.block_size))
     for line in _introduction(asked, traffic, config):

@@ -42,6 +42,7 @@ class ServingReplay:
     blocks: str | None = None
     block_size: int | None = None
     model: str = "smollm2-135m"
+    weights: str = "auto"
     device: str = "cpu"
     ttft_slo_ms: float = 2000
     tpot_slo_ms: float = 250

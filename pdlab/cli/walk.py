@@ -42,6 +42,7 @@ class Walk:
     seed: int | None = None
     exact: bool = False
     chunk_size: int | None = None
+    weights: str = "auto"
     device: str = "cpu"
     save: Path | None = None
 
@@ -69,7 +70,7 @@ def run_prompt(walk: Walk) -> None:
     config = EngineConfig(exact=walk.exact, chunk_size=walk.chunk_size)
     check_save(walk.save)
     console = Console(highlight=False)
-    model = load(walk.model, device=walk.device)
+    model = load(walk.model, weights=walk.weights, device=walk.device)
     tokenized, prompt_ids = _tokenize(model, walk)
     config = replace(config, num_blocks=_blocks_needed(model, config, prompt_ids, walk.max_tokens))
     with Engine(model, config) as engine:
