@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -45,34 +47,47 @@ def packed_model(shape: str, weights: str) -> Model:
     return _models[shape, weights]
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
+@contextmanager
+def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
+    torch.set_num_threads(count)
+    yield
     torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_logits_are_those_of_torch(shape, weights, threads):
+def test_logits_are_those_of_torch(shape, weights):
     model = packed_model(shape, weights)
-    prompts = [random_prompt(n, 256) for n in (1, 7, 16, 33)]
-    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    prompts = [random_prompt(n, 256) for n in (1, 7, 33)]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
     seen = {}
     for backend in ("torch", "cpu"):
         config = EngineConfig(backend=backend, chunk_size=16, max_num_seqs=4)
-        tokens, seen[backend], engine = run_watched(model, config, prompts, params)
+        _, seen[backend], engine = run_watched(model, config, prompts, params)
         assert engine.config.backend == backend
-        for prompt, drawn in zip(prompts, tokens, strict=True):
-            assert max(tie_gaps(model, prompt, drawn)) < NEAR_TIE
     for ours, theirs in zip(seen["cpu"], seen["torch"], strict=True):
         torch.testing.assert_close(ours.logits[0], theirs.logits[0], rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(ours.kv[0], theirs.kv[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_the_number_of_threads_changes_no_bit(weights):
+    model, prompts = packed_model("tiny-qwen3", weights), [random_prompt(n, 256) for n in (3, 40)]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    runs = []
+    for count in (1, 2, 3):
+        with threads(count):
+            config = EngineConfig(backend="cpu", chunk_size=12)
+            runs.append(run_watched(model, config, prompts, params)[1])
+    for others in runs[1:]:
+        for ours, theirs in zip(runs[0], others, strict=True):
+            assert all(map(torch.equal, ours.logits, theirs.logits))
+            assert all(map(torch.equal, ours.kv, theirs.kv))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_lossless_knobs_change_greedy_tokens_at_near_ties_only(shape, data):
     model = packed_model(shape, data.draw(st.sampled_from(WEIGHTS)))
@@ -148,7 +163,7 @@ def test_windows_hide_the_same_tokens(knobs, shape):
     torch.testing.assert_close(ours.logits[0], theirs.logits[0], rtol=1e-3, atol=1e-3)
 
 
-def test_a_probe_is_shown_every_layer(threads):
+def test_a_probe_is_shown_every_layer():
     model = packed_model("tiny-llama", "int4")
     with Engine(model, EngineConfig(backend="cpu")) as engine:
         with engine.probe(layers=[0, 2]):
@@ -245,8 +260,7 @@ def test_without_numba_torch_computes():
 
 def test_a_closed_engine_leaves_no_threads():
     before = threading.active_count()
-    torch.set_num_threads(2)
-    with Engine(packed_model("tiny-llama", "int8")) as engine:
+    with threads(2), Engine(packed_model("tiny-llama", "int8")) as engine:
         engine.generate([random_prompt(9, 256)], SamplingParams(max_tokens=2))
         assert threading.active_count() == before + 1
     del engine
