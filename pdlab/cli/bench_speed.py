@@ -102,7 +102,8 @@ def report(found: SpeedBench, alike: Sequence[Likeness]) -> Iterator[str | Table
     yield (
         f"[bold]measured[/] on {escape(str(found.machine['processor']))}, "
         f"{counted(found.threads, 'thread')}; {escape(found.model)}, greedy, "
-        f"{found.num_tokens} tokens a prompt; medians of {counted(found.rounds, 'round')} in turns, and lowest–highest"
+        f"{found.num_tokens} tokens a prompt; medians of {counted(found.rounds, 'round')} in "
+        "turns, and lowest–highest"
     )
     yield (
         f"the machine in this run: {si(bandwidth.median, 'B/s')} read "
