@@ -149,17 +149,9 @@ def _attend_tile(kv, plan, window, item, layer, tile, head, queries, at, scratch
             here, pair = scores + part * t.TILE, largest + 2 * part
             if side == t.K_SIDE:
                 score(
-                    queries,
-                    at + part * head_dim,
-                    some,
-                    scratch,
-                    0,
-                    head_dim,
-                    head_dim,
-                    count,
-                    scratch,
-                    here,
-                )
+                    queries, at + part * head_dim, some, scratch, 0, head_dim, head_dim, count,
+                    scratch, here,
+                )  # fmt: skip
                 if gaps:
                     _hide_gaps(scratch, there, count, here)
                 if hides:

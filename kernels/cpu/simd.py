@@ -161,7 +161,7 @@ def _madd_bytes(builder: Any, a: Any, b: Any) -> Any:
 
 
 def _widen_half(builder: Any, bits: Any) -> Any:
-    """float16, given as its bits, as float32; exact for every finite value."""
+    """float16, given as its bits, as float32."""
     if _AVX2:
         half = builder.bitcast(bits, ir.VectorType(_HALF, 8))
         return builder.fpext(half, Floats.vector)
@@ -174,7 +174,12 @@ def _widen_half(builder: Any, bits: Any) -> Any:
     )
     # the exponents' biases differ by 112; a product also puts right what is below the normal range
     size = builder.fmul(builder.bitcast(rest, Floats.vector), _constant(Floats.vector, 2.0**112))
-    return builder.bitcast(builder.or_(builder.bitcast(size, Ints.vector), sign), Floats.vector)
+    size = builder.bitcast(size, Ints.vector)
+    # infinity and NaN have the largest exponent of both
+    special = builder.or_(rest, _constant(Ints.vector, 0x7F800000))
+    is_finite = builder.icmp_signed("<", rest, _constant(Ints.vector, 0x7C00 << 13))
+    size = builder.select(is_finite, size, special)
+    return builder.bitcast(builder.or_(size, sign), Floats.vector)
 
 
 fma = _operation(Floats, 3, _fma)

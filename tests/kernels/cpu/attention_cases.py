@@ -36,7 +36,7 @@ def paged_kv(cache: PagedKVCache) -> PagedKV:
         for stores in cache.stores
     )
     opened = cache.open_blocks
-    return PagedKV(k, v, cache.config.num_heads, None if opened is None else opened._place_of)
+    return PagedKV(k, v, cache.config.num_heads, None if opened is None else opened.place_of)
 
 
 @dataclass

@@ -171,9 +171,12 @@ def test_an_empty_batch_and_sequences_without_queries() -> None:
 @needs_numba
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("part", ["q", "k", "v"])
-def test_what_is_not_finite_is_seen_by_those_that_see_it(value: float, part: str) -> None:
+@pytest.mark.parametrize("kv_format", ["fp32", "fp16", "int8"])
+def test_what_is_not_finite_is_seen_by_those_that_see_it(
+    value: float, part: str, kv_format: str
+) -> None:
     at = {"q": 70, "k": 9 * 64 + 70, "v": 12 * 64 + 70}[part]
-    case = Case([100, 70, 30], [100, 70, 1])
+    case = Case([100, 70, 30], [100, 70, 1], kv_format=kv_format)
     clean, _ = case.by_kernels()
     case.rows[1][40, at] = value
     out, _ = case.by_kernels()
@@ -184,6 +187,8 @@ def test_what_is_not_finite_is_seen_by_those_that_see_it(value: float, part: str
     else:
         assert set(changed) <= set(range(140, 170))
         assert 140 in changed
+        if value != value:
+            assert out[140:170].isnan().any(dim=1).all()
     assert out[:140].isfinite().all()
 
 
