@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from pdlab_kernels.cpu.target import TARGET
 
+import pdlab
 from pdlab import EngineConfig, SamplingParams
 from tests.helpers import gaps_below_best, load_prompts, relative_error, run_watched
 
@@ -53,3 +55,20 @@ def test_tokens_equal_those_that_transformers_generates(name, generated, smollm2
         eos_token_id=None,
     )
     assert output[0, len(prompt_ids) :].tolist() == token_ids
+
+
+@pytest.mark.skipif(TARGET == "torch", reason="no compiled kernels here")
+@pytest.mark.parametrize(("weights", "relative"), [("fp32", 1e-4), ("file", 1e-3)])
+def test_the_compiled_step_takes_the_same_path(weights, relative, generated):
+    """The blocks of the file too, which fp32 was made of: only activations are rounded."""
+    model = pdlab.load("smollm2-135m", weights=weights, dtype="fp32", progress=False)
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    prompts, config = list(PROMPTS.values()), EngineConfig(backend="cpu")
+    outputs, seen, _ = run_watched(model, config, prompts, params, kv=False)
+    for (_, token_ids, logits), tokens, ours in zip(generated.values(), outputs, seen, strict=True):
+        same = next((i for i in range(NUM_TOKENS) if tokens[i] != token_ids[i]), NUM_TOKENS)
+        compared = min(same + 1, NUM_TOKENS)
+        assert relative_error(torch.stack(ours.logits[:compared]), logits[:compared]) < relative
+        if same < NUM_TOKENS:
+            [gap] = gaps_below_best(logits[same : same + 1], tokens[same : same + 1])
+            assert gap < NEAR_TIE * 10, f"token {same}"
