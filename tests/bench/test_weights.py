@@ -16,6 +16,7 @@ from pdlab.models.catalog import shape
 from pdlab.models.decoder import Decoder
 from pdlab.models.random_weights import random_weights
 from pdlab.quantize import fill_decoder, pack_decoder, regroup
+from pdlab.shipped import shipped
 
 COST = FormatCost(
     weights="int4",
@@ -134,3 +135,11 @@ def test_the_command_prints_a_row_for_each_format(
     assert WeightCosts.load(tmp_path / "w.json") == COSTS
     CliRunner().invoke(app, [])
     assert asked[1][0] == ("smollm2-135m", bench.FORMATS)
+
+
+def test_the_recorded_formats_keep_their_limits() -> None:
+    """int8 at most 0.5% and int4 at most 4% above the perplexity of the plain weights."""
+    recorded = WeightCosts.load(shipped("data") / "measured" / "weight_formats.json")
+    limits = {"int8": 0.005, "int4": 0.04, "int4:gptq/int4": 0.04}
+    increases = {c.weights: recorded.increase(c) for c in recorded.costs if not c.regrouped}
+    assert all(increases[name] < limit for name, limit in limits.items()), increases
