@@ -9,6 +9,8 @@ from .kv_parts import load_halves
 
 OF_A_STEP = ["table_stride", "window", "sinks", "reach"]
 """Numbers that change from step to step: not to be compiled anew for 1 or a multiple of 16."""
+TABLES = ["tables_ptr", "lens_ptr", "starts_ptr"]
+"""Likewise for a table that does not begin at a multiple of 16 bytes, as part of another one."""
 
 
 @triton.jit
@@ -84,7 +86,7 @@ def attend(q_low, q_high, query_at, table_ptr, head, first, last, sink_tiles, ga
     return out_low, out_high, greatest, total
 
 
-@triton.jit(do_not_specialize=OF_A_STEP)
+@triton.jit(do_not_specialize=OF_A_STEP, do_not_specialize_on_alignment=TABLES)
 def decode_attention_kernel(
     out_ptr, partial_ptr, weight_ptr, q_ptr, q_stride, tables_ptr, table_stride, lens_ptr,
     k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros, scale, window, sinks, reach,
@@ -177,7 +179,7 @@ def find_sequence(starts_ptr, tile, num_sequences, BLOCK_Q: tl.constexpr):
     return low, tl.load(starts_ptr + low).to(tl.int32) // BLOCK_Q + low
 
 
-@triton.jit(do_not_specialize=["num_sequences", *OF_A_STEP])
+@triton.jit(do_not_specialize=["num_sequences", *OF_A_STEP], do_not_specialize_on_alignment=TABLES)
 def prefill_attention_kernel(
     out_ptr, q_ptr, q_stride, starts_ptr, num_sequences, tables_ptr, table_stride, lens_ptr,
     k_codes, k_scales, k_zeros, v_codes, v_scales, v_zeros, scale, window, sinks, reach,

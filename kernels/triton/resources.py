@@ -194,6 +194,7 @@ def compile_launch(name: str, launch: Launch, sm: int) -> Resources:
     require(not INTERPRETED, "TRITON_INTERPRET is set: the interpreter compiles nothing")
     names = launch.kernel.arg_names
     general = {p.name for p in launch.kernel.params if p.do_not_specialize}
+    anywhere = {p.name for p in launch.kernel.params if p.do_not_specialize_on_alignment}
     constants, signature, aligned = dict(launch.constants), {}, {}
     for index, arg in enumerate(names):
         value = launch.args.get(arg)
@@ -206,7 +207,8 @@ def compile_launch(name: str, launch: Launch, sm: int) -> Resources:
             signature[arg] = "*" + TYPES[value.dtype]
         else:
             signature[arg] = "i32" if isinstance(value, int) else "fp32"
-        if isinstance(value, Tensor) or (number and value % 16 == 0):
+        placed = isinstance(value, Tensor) and arg not in anywhere
+        if placed or (number and value % 16 == 0):
             aligned[(index,)] = [["tt.divisibility", 16]]
     started = time.perf_counter()
     compiled = triton.compile(

@@ -46,7 +46,7 @@ def rotate_halves(at, cos, sin, inside, HALF: tl.constexpr):
     return turned_low.to(dtype), turned_high.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def rope_and_write_kv_kernel(
     out_ptr, q_ptr, q_stride, k_ptr, k_stride, v_ptr, v_stride,
     cos_ptr, sin_ptr, positions_ptr, slots_ptr,
