@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from pdlab.attention import Window
-from pdlab.engine import compiled
+from pdlab.engine import compiled, triton_forward
 from pdlab.engine.config import EngineConfig
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.engine.output import Completion, RequestOutput
@@ -56,7 +56,7 @@ def resolve(model: Model, config: EngineConfig) -> EngineConfig:
         sink_tokens=min(config.sink_tokens, longest_len),
         heavy_tokens=min(config.heavy_tokens, longest_len),
         kv_format=kv_format,
-        backend=_backend(model, config),
+        backend=_backend(model, replace(config, kv_format=kv_format)),
         attention_backend=attention,
         max_model_len=longest_len,
     )
@@ -64,12 +64,17 @@ def resolve(model: Model, config: EngineConfig) -> EngineConfig:
 
 def _backend(model: Model, config: EngineConfig) -> str:
     """Which one `auto` is; or that which was asked for, if it can be had."""
-    if config.backend == "torch" or (config.backend == "auto" and not model.packed):
-        return "torch"
-    reason = compiled.why_not(model, config)
-    if reason and config.backend == "cpu":
-        raise ValueError(f"backend='cpu' cannot be had: {reason}")
-    return "torch" if reason else "cpu"
+    asked = config.backend
+    if asked == "auto":
+        on_gpu = model.decoder.device.type == "cuda"
+        asked = "triton" if on_gpu else "cpu" if model.packed else "torch"
+    if asked == "torch":
+        return asked
+    why_not = triton_forward.why_not if asked == "triton" else compiled.why_not
+    reason = why_not(model, config)
+    if reason and config.backend == asked:
+        raise ValueError(f"backend={asked!r} cannot be had: {reason}")
+    return "torch" if reason else asked
 
 
 def retention(model: Model, config: EngineConfig) -> Retention:

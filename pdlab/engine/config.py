@@ -60,8 +60,12 @@ class EngineConfig:
     """Bit-identical results whatever the batch, block size or chunking (float32, slower)."""
     backend: str = "auto"
     """What computes: `torch`, operator by operator; `cpu`, a whole step in one compiled call (see
-    `pdlab_kernels.cpu`; torch computes what it does not take, such as probed steps); or `auto`:
-    `cpu` for packed weights where it can be had, else `torch`."""
+    `pdlab_kernels.cpu`); `triton`, kernels for NVIDIA GPUs (see `pdlab_kernels.triton`); or `auto`:
+    `triton` on a GPU and `cpu` for packed weights, where it can be had, else `torch`. Of steps that
+    are probed all is computed by torch."""
+    cuda_graphs: bool = True
+    """Whether `triton` replays steps of decodes alone from CUDA graphs, a graph for each of a few
+    batch sizes, recorded when first needed."""
     attention_backend: str = "auto"
     """`reference`, `torch` or `exact`; `auto` is `exact` in exact mode and `torch` otherwise."""
     max_model_len: int | None = None
@@ -102,7 +106,7 @@ class EngineConfig:
             require_int(name, getattr(self, name), least=1)
         for name in NOT_NEGATIVE:
             require_int(name, getattr(self, name), least=0)
-        for name in ("exact", "record_trace", "enable_prefix_cache"):
+        for name in ("exact", "record_trace", "enable_prefix_cache", "cuda_graphs"):
             require_bool(name, getattr(self, name))
         for name in ("chunk_size", "max_model_len", "window"):
             if getattr(self, name) is not None:
@@ -114,7 +118,7 @@ class EngineConfig:
         require_choice("batching", self.batching, BATCHING_MODES)
         as_policy(self.policy)
         require_choice("constraint_backend", self.constraint_backend, CONSTRAINT_BACKENDS)
-        require_choice("backend", self.backend, ("auto", "torch", "cpu"))
+        require_choice("backend", self.backend, ("auto", "torch", "cpu", "triton"))
         require_choice("attention_backend", self.attention_backend, ("auto", *BACKENDS))
         self._check_together()
 

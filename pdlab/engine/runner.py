@@ -19,6 +19,7 @@ from pdlab.engine.config import EngineConfig
 from pdlab.engine.probe import LayerObserver, Probe
 from pdlab.engine.scheduler import ScheduledBatch
 from pdlab.engine.timing import StageClock
+from pdlab.engine.triton_forward import TritonForward
 from pdlab.kvcache import KVMemory, KVWriter, Release, Unpacker, Wire, WritePlan, pack
 from pdlab.models import Model
 from pdlab.sampling import Sampled, Sampler, TokenLogprobs, logprobs_of
@@ -85,13 +86,32 @@ class KVPort(Protocol):
         ...
 
 
+class FastForward(Protocol):
+    """A forward pass by other means than torch's operators."""
+
+    def takes(self, inputs: BatchInputs) -> bool:
+        """Whether it computes such a batch, sooner than torch."""
+        ...
+
+    def run(
+        self,
+        inputs: BatchInputs,
+        plan: WritePlan,
+        clock: StageClock,
+        on_layer: Callable[[int], None] | None,
+    ) -> Computed:
+        """Compute a batch; `on_layer` is told of each layer whose K and V are written."""
+        ...
+
+
 class ModelRunner:
     """Runs batches on a model over paged KV memory.
 
     Args:
         window: what all layers look back on; layers that were trained with less keep that.
         weighs: keep account of the attention each block receives.
-        compiled: compute by the compiled step what it takes, and the rest by torch.
+        fast: given the layers' windows, makes what computes batches instead of torch, which is left
+            with what it does not take.
     """
 
     def __init__(
@@ -104,7 +124,7 @@ class ModelRunner:
         exact: bool = False,
         window: Window | None = None,
         weighs: bool = False,
-        compiled: bool = False,
+        fast: Callable[[Sequence[Window | None]], FastForward] | None = None,
     ):
         self.model = model
         self.memory = memory
@@ -113,7 +133,7 @@ class ModelRunner:
         self.row_tile = EXACT_ROW_TILE if exact else None
         self.windows = [narrower(window, w) for w in model.config.windows]
         self.weighs = weighs
-        self.compiled = CompiledForward(model, memory.cache, self.windows) if compiled else None
+        self.fast = fast and fast(self.windows)
         self.probe: Probe | None = None
         self.on_layer: OnLayer | None = None
         self._plan: WritePlan | None = None
@@ -121,16 +141,20 @@ class ModelRunner:
     @classmethod
     def of(cls, model: Model, memory: KVMemory, config: EngineConfig) -> ModelRunner:
         """As a resolved configuration asks for."""
-        compiled = config.backend == "cpu"
+        fast: Callable[[Sequence[Window | None]], FastForward] | None = None
+        if config.backend == "cpu":
+            fast = partial(CompiledForward, model, memory.cache)
+        elif config.backend == "triton":
+            fast = partial(TritonForward, model, memory.cache, config)
         return cls(
             model,
             memory,
             BACKENDS[config.attention_backend](),
-            Sampler(config.top_k_recorded, compiled_survey() if compiled else None),
+            Sampler(config.top_k_recorded, compiled_survey() if config.backend == "cpu" else None),
             exact=config.exact,
             window=admission.attention_window(config),
             weighs=config.heavy_tokens > 0,
-            compiled=compiled,
+            fast=fast,
         )
 
     def carry_out(self, orders: Iterable[BlockMove | Release]) -> None:
@@ -217,8 +241,8 @@ class ModelRunner:
         on_layer = None
         if self.on_layer and batch:
             on_layer = partial(self.on_layer, batch)
-        if self.compiled and not observers and self.compiled.takes(inputs):
-            return self.compiled.run(inputs, plan, clock, on_layer)
+        if self.fast and not observers and self.fast.takes(inputs):
+            return self.fast.run(inputs, plan, clock, on_layer)
         hidden = self._forward(inputs, plan, clock, observers, on_layer)
         if not inputs.sample_rows:
             return Computed(hidden, hidden.new_empty(0, self.model.config.vocab_size))

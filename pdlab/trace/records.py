@@ -111,7 +111,8 @@ class StepRecord:
     wall_s: float
     stage_s: dict[str, float]
     """Wall time by stage. The engine's own: schedule, prepare, sample, deliver; the model's: embed,
-    qkv, attention, output (attention's projection), mlp, logits; probe, where one looked in."""
+    qkv, attention, output (attention's projection), mlp, logits; or forward, all of them but logits
+    in one, where a CUDA graph was replayed; probe, where one looked in."""
     sequences: list[SequenceRecord]
     residents: list[Resident]
     waiting: list[str]
