@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from pdlab.cli.bench_weights import weights
 from pdlab.cli.errors import one_line_errors
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 
 bench_app = typer.Typer()
+bench_app.command()(weights)
 app.add_typer(bench_app, name="bench")
 
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
