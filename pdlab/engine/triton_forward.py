@@ -16,6 +16,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -162,9 +163,9 @@ class TritonForward:
                 clock.lap("prepare")
                 hidden, normed = self._forward(rows, clock.lap, on_layer)
             if not layout.is_sorted:
-                hidden = hidden[layout.places]
-            if inputs.sample_rows != list(range(len(normed))) or not layout.is_sorted:
-                normed = normed[layout.places[inputs.sample_rows]]
+                hidden = hidden[self._index(layout.places)]
+            if not (layout.is_sorted and inputs.sample_rows == list(range(len(normed)))):
+                normed = normed[self._index(layout.places[inputs.sample_rows])]
             logits = F.linear(normed, self._decoder.head).float()
             if inputs.sample_rows:
                 clock.lap("logits")
@@ -228,6 +229,9 @@ class TritonForward:
                 )
             )
         return torch.cat(results) if len(results) > 1 else results[0]
+
+    def _index(self, rows: np.ndarray) -> Tensor:
+        return torch.from_numpy(rows).to(self._decoder.device)
 
     def _on_device(self) -> AbstractContextManager:
         """Triton launches on the current device."""

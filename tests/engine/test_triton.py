@@ -20,6 +20,7 @@ from pdlab.engine import admission, triton_forward
 from pdlab.engine.batch import BatchInputs
 from pdlab.engine.decode_graphs import DecodeBuffers, DecodeGraphs, bucket_sizes, call_again
 from pdlab.engine.gpu_rows import lay_out
+from pdlab.engine.timing import StageClock
 from pdlab.engine.triton_forward import TritonForward
 from pdlab.models.catalog import SHAPES as CATALOG
 from tests.helpers import random_model, random_prompt, tie_gaps, watch
@@ -243,6 +244,51 @@ def test_a_probe_is_shown_every_layer_and_prompts_are_weighed():
             [output] = engine.generate([prompt], params)
             found.append([x.logprob for x in output.prompt_logprobs[1:]])
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-4)
+
+
+class FakeEvent:
+    """A CUDA event on a stream whose work takes a second between any two."""
+
+    seconds = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        FakeEvent.seconds += 1
+        self.at = FakeEvent.seconds
+
+    def synchronize(self):
+        assert self.at == FakeEvent.seconds, "the last event is the one to wait for"
+
+    def elapsed_time(self, later):
+        return 1000.0 * (later.at - self.at)
+
+
+def test_on_a_gpu_stages_are_timed_between_events(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    clock = StageClock(torch.device("cuda"))
+    for stage in ("qkv", "mlp", "qkv"):
+        clock.lap(stage)
+    assert clock.stage_s == {"qkv": 2.0, "mlp": 1.0}
+    clock.lap("mlp")
+    assert clock.stage_s == clock.stage_s == {"qkv": 2.0, "mlp": 2.0}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("knobs", [{}, {"window": 20, "sink_tokens": 4}, {"kv_format": "int8"}])
+def test_on_a_gpu_all_ways_agree(knobs):
+    model = pdlab.load("random:smollm2-135m", device="cuda", dtype="fp32")
+    prompts = [random_prompt(n, 256) for n in (1, 30, 75)]
+    found = []
+    for way in ({"backend": "torch"}, {"cuda_graphs": False}, {"cuda_graphs": True}):
+        engine = Engine(model, EngineConfig(**knobs, **way, chunk_size=32, max_num_seqs=4))
+        assert engine.config.backend == way.get("backend", "triton")
+        found.append(run(engine, prompts, kv=False)[1])
+    for seen in found[1:]:
+        for mine, other in zip(seen, found[0], strict=True):
+            torch.testing.assert_close(mine.logits, other.logits, rtol=0.02, atol=0.02)
 
 
 # --- who gets it ---------------------------------------------------------------------------------
