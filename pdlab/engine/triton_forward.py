@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from pdlab.attention import Window
 from pdlab.engine.batch import BatchInputs
@@ -151,11 +152,13 @@ class TritonForward:
         clock: StageClock,
         on_layer: Callable[[int], None] | None,
     ) -> Computed:
-        """Compute a batch; with `on_layer` launch by launch, and it is told of each layer."""
+        """Compute a batch; with `on_layer` without a graph, and it is told of each layer."""
         del plan  # formats that need one are refused
         layout = lay_out(inputs, self._cache.block_size)
         with self._on_device():
-            if self._graphs and on_layer is None and self._graphs.takes(layout):
+            # Who counts what operations allocate would see none in a replay.
+            watched = on_layer is not None or is_in_torch_dispatch_mode()
+            if self._graphs and not watched and self._graphs.takes(layout):
                 hidden, normed = self._graphs.run(layout)
                 clock.lap("forward")
             else:

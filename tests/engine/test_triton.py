@@ -232,6 +232,13 @@ def test_layers_are_told_of_and_a_replayed_step_is_one_stage():
     assert "mlp" not in last
 
 
+def test_activations_are_counted_where_no_graph_hides_them():
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    with engine_of() as engine, engine.measure_activations():
+        engine.generate([random_prompt(9, 256)], params)
+        assert all("forward" not in step.stage_s for step in engine.trace.steps)
+
+
 def test_a_probe_is_shown_every_layer_and_prompts_are_weighed():
     prompt = random_prompt(9, 256)
     params = SamplingParams(max_tokens=2, prompt_logprobs=1)
