@@ -31,7 +31,7 @@ from pdlab.engine.gpu_rows import Rows, lay_out
 from pdlab.engine.timing import StageClock
 from pdlab.kvcache import PagedKVCache, WritePlan, blocks_for, parse_kv_format
 from pdlab.models import Model
-from pdlab.models.decoder import DecoderLayer, Lap, no_lap
+from pdlab.models.decoder import Decoder, DecoderLayer, Lap, no_lap
 
 Parts = tuple[Tensor, ...]
 
@@ -99,26 +99,23 @@ class _Layer(NamedTuple):
     """Window, sinks and reach, as the kernels take them."""
 
 
-class TritonForward:
-    """Computes batches of a model over its paged cache.
+class ForwardPass:
+    """From rows to hidden states, by launches alone: nothing of it waits for the device.
 
     Args:
-        config: resolved.
         windows: of each layer.
         kernels: those of `pdlab_kernels.triton`, or stand-ins of the same signatures.
     """
 
     def __init__(
         self,
-        model: Model,
+        decoder: Decoder,
         cache: PagedKVCache,
-        config: EngineConfig,
         windows: Sequence[Window | None],
-        kernels: Any = None,
+        kernels: Any,
     ):
-        self._decoder = model.decoder
-        self._cache = cache
-        self._kernels = kernels or import_module("pdlab_kernels.triton")
+        self._decoder = decoder
+        self._kernels = kernels
         [k_store], [v_store] = cache.stores
         self._layers = [
             _Layer(
@@ -127,54 +124,10 @@ class TritonForward:
                 tuple(part[index] for part in v_store.parts),
                 {"window": w.size, "sinks": w.sinks, "reach": w.reach} if w else {},
             )
-            for index, (layer, w) in enumerate(zip(model.decoder.layers, windows, strict=True))
+            for index, (layer, w) in enumerate(zip(decoder.layers, windows, strict=True))
         ]
-        self._graphs: DecodeGraphs | None = None
-        if config.cuda_graphs:
-            device = self._decoder.device
-            self._graphs = DecodeGraphs(
-                self._forward,
-                config.max_num_seqs,
-                blocks_for(config.max_model_len or model.config.max_model_len, cache.block_size),
-                device,
-                CudaCapture(device) if device.type == "cuda" else call_again,
-            )
 
-    def takes(self, inputs: BatchInputs) -> bool:
-        """Whether it computes such a batch."""
-        return bool(inputs.token_ids)
-
-    @torch.inference_mode()
-    def run(
-        self,
-        inputs: BatchInputs,
-        plan: WritePlan,
-        clock: StageClock,
-        on_layer: Callable[[int], None] | None,
-    ) -> Computed:
-        """Compute a batch; with `on_layer` without a graph, and it is told of each layer."""
-        del plan  # formats that need one are refused
-        layout = lay_out(inputs, self._cache.block_size)
-        with self._on_device():
-            # Who counts what operations allocate would see none in a replay.
-            watched = on_layer is not None or is_in_torch_dispatch_mode()
-            if self._graphs and not watched and self._graphs.takes(layout):
-                hidden, normed = self._graphs.run(layout)
-                clock.lap("forward")
-            else:
-                rows = layout.to(self._decoder.device)
-                clock.lap("prepare")
-                hidden, normed = self._forward(rows, clock.lap, on_layer)
-            if not layout.is_sorted:
-                hidden = hidden[self._index(layout.places)]
-            if not (layout.is_sorted and inputs.sample_rows == list(range(len(normed)))):
-                normed = normed[self._index(layout.places[inputs.sample_rows])]
-            logits = F.linear(normed, self._decoder.head).float()
-            if inputs.sample_rows:
-                clock.lap("logits")
-        return Computed(hidden, logits)
-
-    def _forward(
+    def __call__(
         self,
         rows: Rows,
         lap: Lap = no_lap,
@@ -232,6 +185,73 @@ class TritonForward:
                 )
             )
         return torch.cat(results) if len(results) > 1 else results[0]
+
+
+class TritonForward:
+    """Computes batches of a model over its paged cache.
+
+    Args:
+        config: resolved.
+        windows: of each layer.
+        kernels: see `ForwardPass`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: PagedKVCache,
+        config: EngineConfig,
+        windows: Sequence[Window | None],
+        kernels: Any = None,
+    ):
+        self._decoder = model.decoder
+        self._block_size = cache.block_size
+        kernels = kernels or import_module("pdlab_kernels.triton")
+        self._forward = ForwardPass(model.decoder, cache, windows, kernels)
+        self._graphs: DecodeGraphs | None = None
+        if config.cuda_graphs:
+            device = self._decoder.device
+            self._graphs = DecodeGraphs(
+                self._forward,
+                config.max_num_seqs,
+                blocks_for(config.max_model_len or model.config.max_model_len, cache.block_size),
+                device,
+                CudaCapture(device) if device.type == "cuda" else call_again,
+            )
+
+    def takes(self, inputs: BatchInputs) -> bool:
+        """Whether it computes such a batch."""
+        return bool(inputs.token_ids)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        inputs: BatchInputs,
+        plan: WritePlan,
+        clock: StageClock,
+        on_layer: Callable[[int], None] | None,
+    ) -> Computed:
+        """Compute a batch; with `on_layer` without a graph, and it is told of each layer."""
+        del plan  # formats that need one are refused
+        layout = lay_out(inputs, self._block_size)
+        with self._on_device():
+            # Who counts what operations allocate would see none in a replay.
+            watched = on_layer is not None or is_in_torch_dispatch_mode()
+            if self._graphs and not watched and self._graphs.takes(layout):
+                hidden, normed = self._graphs.run(layout)
+                clock.lap("forward")
+            else:
+                rows = layout.to(self._decoder.device)
+                clock.lap("prepare")
+                hidden, normed = self._forward(rows, clock.lap, on_layer)
+            if not layout.is_sorted:
+                hidden = hidden[self._index(layout.places)]
+            if not (layout.is_sorted and inputs.sample_rows == list(range(len(normed)))):
+                normed = normed[self._index(layout.places[inputs.sample_rows])]
+            logits = F.linear(normed, self._decoder.head).float()
+            if inputs.sample_rows:
+                clock.lap("logits")
+        return Computed(hidden, logits)
 
     def _index(self, rows: np.ndarray) -> Tensor:
         return torch.from_numpy(rows).to(self._decoder.device)

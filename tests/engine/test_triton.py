@@ -3,6 +3,8 @@
 With the kernels themselves, in Triton's interpreter: tests/kernels/triton/interpreted.
 """
 
+import gc
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -230,6 +232,19 @@ def test_layers_are_told_of_and_a_replayed_step_is_one_stage():
     assert told == [0, 1, 2]
     assert "forward" in last
     assert "mlp" not in last
+
+
+def test_a_closed_engine_is_gone_at_once():
+    """No cycle keeps buffers and graphs until garbage is collected: they are in a GPU's memory."""
+    gc.collect()
+    gc.disable()
+    try:
+        with engine_of() as engine:
+            engine.generate([random_prompt(9, 256)], GREEDY)
+            kept = weakref.ref(engine.runner.fast)
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_activations_are_counted_where_no_graph_hides_them():
