@@ -33,7 +33,7 @@ _ONE = np.float32(1)
 # --- writing -------------------------------------------------------------------------------------
 
 
-@kernel
+@pasted
 def write_chunk(kv, plan, layer, qkv, chunk):
     """Store K and V of some of the step's rows.
 
@@ -75,7 +75,7 @@ def _sums_floats(queries, head_dim):
     return -(-queries // 4) * 4 * head_dim + panels * 2 * t.LANES
 
 
-@kernel
+@pasted
 def attend_chunk(kv, plan, layer, kind, qkv, out, chunk):
     """An item: some queries look through some tiles, with some KV heads."""
     window = longs_at(plan[t.AT_KINDS] + 8 * t.KIND_WORDS * kind)
@@ -267,7 +267,7 @@ def _put_rows(kv, row, queries, head, group, head_dim, sums, at, out):
             store_floats(out, to + channel, values)
 
 
-@kernel
+@pasted
 def combine_chunk(kv, plan, kind, out, chunk):
     """Join the tiles of some queries and one KV head that several items shared, in their order."""
     window = longs_at(plan[t.AT_KINDS] + 8 * t.KIND_WORDS * kind)

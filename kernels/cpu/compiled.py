@@ -87,9 +87,9 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 def pasted(function: Callable[..., Any]) -> Any:
-    """A part of one kernel, which has a name of its own to be read; never compiled by itself.
+    """A part of kernels, which has a name of its own to be read; never compiled by itself.
 
-    What a kernel calls is compiled again within it, and so on up to the whole step: a part that is
-    called in one place only costs less to compile if it is pasted there before.
+    What a kernel calls is compiled again within it, and so on up: a part that is called in one
+    place only costs less to compile if it is pasted there before.
     """
     return njit(inline="always", **_OPTIONS)(function)

@@ -14,7 +14,7 @@ from .ahead import addresses
 from .attention_plan import AttentionPlan, PagedKV, address
 from .linear import FP32_ROWS, panels_per_chunk
 from .team import Team
-from .weights import FORMATS, GROUP, PANEL, Weight
+from .weights import FORMATS, GROUP, Weight
 
 _ROWS_A_CHUNK = 64  # at most; a row is some microseconds of work
 _PROGRAMS = 64  # that are kept
@@ -29,8 +29,8 @@ _PARTS: dict[str, tuple[str, Any]] = {
     "round attended": ("output", step.round_rows),
     "output": ("output", step.multiply_panels),
     "MLP norm": ("mlp", step.norm),
+    "gate and up": ("mlp", step.multiply_panels),
     "gate": ("mlp", step.gate),
-    "round gated": ("mlp", step.round_rows),
     "down": ("mlp", step.multiply_panels),
     "final norm": ("logits", step.norm),
     "logits": ("logits", step.multiply_panels),
@@ -279,12 +279,12 @@ class CompiledDecoder:
         yield self._phase("output", *self._by_panels(layer.output, rows), **output, **add)
         gate_up = qkv | {"AT_WEIGHT": at + 8 * t.GATE_UP}
         yield self._phase("MLP norm", *by_rows, **gate_up, AT_MORE=mlp_norm)
-        yield self._phase("gate", *self._by_gate_panels(layer.gate_up, rows), **gate_up, AT_MORE=at)
+        by_panels = self._by_panels(layer.gate_up, rows)
+        yield self._phase("gate and up", *by_panels, **gate_up, X=t.AT_NORMED, Y=t.AT_GATE_UP)
         down = {"LAYER": number, "AT_WEIGHT": at + 8 * t.DOWN, "CODES": t.GATED_CODES}
-        down["X"] = t.AT_GATED
-        if layer.down.format in ("int8", "q8_0"):  # whose scale is the whole row's
-            yield self._phase("round gated", *by_rows, **down)
-        yield self._phase("down", *self._by_panels(layer.down, rows), **down, **add)
+        yield self._phase("gate", *by_rows, **down)
+        by_panels = self._by_panels(layer.down, rows)
+        yield self._phase("down", *by_panels, **down, **add, X=t.AT_GATED)
 
     def _phase(self, name: str, chunks: int, each: int, **words: int) -> list[int]:
         """A row of a program; `words` by their names in `step_tables`."""
@@ -299,13 +299,6 @@ class CompiledDecoder:
         """How many chunks, and panels in each."""
         each = panels_per_chunk(weight, rows, self.team.num_threads)
         return -(-weight.panels // each), each
-
-    def _by_gate_panels(self, weight: Weight, rows: int) -> tuple[int, int]:
-        """The same for gate and up, of each a half; a chunk has whole groups of 32 outputs."""
-        a_group = GROUP // PANEL
-        each = panels_per_chunk(weight, rows, self.team.num_threads) // 2
-        each = max(a_group, each // a_group * a_group)
-        return -(-weight.panels // 2 // each), each
 
 
 def _by_rows(rows: int, num_threads: int) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Products of an `fp32` weight; see `product_parts`."""
 
-from .compiled import inlined, kernel
+from .compiled import inlined, pasted
 from .product_parts import AHEAD, BLOCK, approach
 from .simd import fma, load_floats, prefetch, total, zero_floats
 
@@ -50,7 +50,7 @@ def _fp32_two_times_four(weight, at, width, x, x_at, y, y_at, y_row, accumulate)
     _set(y, y_at + 3 * y_row + 1, total(d1), accumulate)
 
 
-@kernel
+@pasted
 def fp32_rows(weight, at, width, x, x_at, row, rows, y, y_at, y_row, output, outputs, accumulate):
     """y[r, i] for `rows` rows from `row` on and `outputs` outputs from `output` on.
 

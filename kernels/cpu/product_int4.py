@@ -1,6 +1,6 @@
 """Products of a packed `int4` weight; see `product_parts`."""
 
-from .compiled import inlined, kernel
+from .compiled import inlined, kernel, pasted
 from .product_parts import AHEAD, BLOCK, approach, put
 from .simd import (
     add_shorts,
@@ -155,7 +155,7 @@ def int4_four(
         put(y, y_at + 3 * y_row, d_low, d_high, outputs, accumulate)
 
 
-@kernel
+@pasted
 def int4_rows(
     data, at, out, width, codes, scales, sums, planes, plane_groups, row, rows, y, y_at, y_row,
     panel, panels, accumulate,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .compiled import inlined, kernel
+from .compiled import inlined, kernel, pasted
 from .product_parts import AHEAD, BLOCK, approach, put
 from .simd import (
     add_floats,
@@ -139,7 +139,7 @@ def int8_four(
         put(y, y_at + 3 * y_row, low, high, outputs, accumulate)
 
 
-@kernel
+@pasted
 def int8_rows(
     data, at, row_scales, grouped, out, width, codes, scales, row, rows, y, y_at, y_row, panel,
     panels, accumulate,

@@ -6,11 +6,11 @@ reads and writes. For 30 layers these are some 300 phases, and no Python lies be
 
     first   embed
     layer   input norm, project (q, k, v), rotate, write (K and V), attend, combine (the parts of a
-            long context), round, output, MLP norm, gate (and up), round, down
+            long context), round, output, MLP norm, gate and up, gate, down
     last    final norm, logits
 
-To round is to make the integers that an integer weight is multiplied with; norms do it at once, and
-`gate` too where a group is enough for it.
+To round is to make the integers that an integer weight is multiplied with; norms and gate do it
+at once.
 
 All that differs between models, formats and batches stands in tables of int64 (`step_tables`),
 addresses of memory included, so that each function is compiled once. `decoder` fills them. That the
@@ -124,25 +124,31 @@ def round_rows(phase, chunk, model, batch, kv, plan, epsilon):
         _round_row(phase, model, batch, x, row, width, rows)
 
 
+@kernel
+def gate(phase, chunk, model, batch, kv, plan, epsilon):
+    """Gate and up of each row joined, and rounded for the weight that follows."""
+    first, end, rows = _rows_of(phase, chunk, batch)
+    inner, gate_up = model[t.INNER_SIZE], floats_at(batch[t.AT_GATE_UP])
+    gated = floats_at(batch[t.AT_GATED])
+    for row in range(first, end):
+        at = 2 * inner * row
+        silu_multiply(gate_up, at, gate_up, at + inner, inner, gated, inner * row)
+        _round_row(phase, model, batch, gated, row, inner, rows)
+
+
 @inlined
 def _round_row(phase, model, batch, x, row, width, rows):
     """Row `row` of x [rows, width] as the weight's format asks for."""
-    kind, codes = longs_at(phase[t.AT_WEIGHT])[t.FORMAT], phase[t.CODES]
+    kind, codes, at = longs_at(phase[t.AT_WEIGHT])[t.FORMAT], phase[t.CODES], row * width
     if kind == t.INT4:
-        _round_groups(model, batch, codes, x, row * width, width, rows * width)
+        quantize_groups(
+            x, at, codes_at(batch[codes + t.AT_CODES8]), floats_at(batch[codes + t.AT_SCALES8]),
+            floats_at(batch[codes + t.AT_SUMS]), at // GROUP, width // GROUP, model[t.PLANES],
+            rows * width // GROUP,
+        )  # fmt: skip
     elif kind != t.FP32:
         codes16, scales = batch[codes + t.AT_CODES16], batch[codes + t.AT_SCALES16]
-        quantize_row(x, row * width, shorts_at(codes16), floats_at(scales), row, width)
-
-
-@inlined
-def _round_groups(model, batch, codes, x, at, count, total):
-    """`count` of the `total` elements of x, from x[at] on, in groups."""
-    quantize_groups(
-        x, at, codes_at(batch[codes + t.AT_CODES8]), floats_at(batch[codes + t.AT_SCALES8]),
-        floats_at(batch[codes + t.AT_SUMS]), at // GROUP, count // GROUP, model[t.PLANES],
-        total // GROUP,
-    )  # fmt: skip
+        quantize_row(x, at, shorts_at(codes16), floats_at(scales), row, width)
 
 
 @inlined
@@ -206,57 +212,28 @@ def combine(phase, chunk, model, batch, kv, plan, epsilon):
 @kernel
 def multiply_panels(phase, chunk, model, batch, kv, plan, epsilon):
     """Panels of x W^T for all rows, set or added to y."""
-    weight, each = longs_at(phase[t.AT_WEIGHT]), phase[t.EACH]
+    weight, codes, rows = longs_at(phase[t.AT_WEIGHT]), phase[t.CODES], batch[phase[t.ROWS]]
     x, y = floats_at(batch[phase[t.X]]), floats_at(batch[phase[t.Y]])
-    _product(
-        weight, model, batch, phase[t.CODES], x, batch[phase[t.ROWS]], y, weight[t.OUT],
-        chunk * each, each, phase[t.ACCUMULATE] != 0,
-    )  # fmt: skip
-
-
-@kernel
-def _product(weight, model, batch, codes, x, rows, y, y_row, panel, panels, accumulate):
-    """Panels of x W^T; the last of them may be missing."""
     out, width, kind = weight[t.OUT], weight[t.WIDTH], weight[t.FORMAT]
-    panels = min(panels, -(-out // PANEL) - panel)
-    data = weight[t.AT_DATA]
+    panel, accumulate, data = chunk * phase[t.EACH], phase[t.ACCUMULATE] != 0, weight[t.AT_DATA]
+    panels = min(phase[t.EACH], -(-out // PANEL) - panel)
     if kind == t.FP32:
         first = PANEL * panel
         count = min(PANEL * panels, out - first)
-        fp32_rows(floats_at(data), 0, width, x, 0, 0, rows, y, 0, y_row, first, count, accumulate)
+        fp32_rows(floats_at(data), 0, width, x, 0, 0, rows, y, 0, out, first, count, accumulate)
     elif kind == t.INT4:
         codes8, scales = codes_at(batch[codes + t.AT_CODES8]), batch[codes + t.AT_SCALES8]
         int4_rows(
             bytes_at(data), 0, out, width, codes8, floats_at(scales),
             floats_at(batch[codes + t.AT_SUMS]), model[t.PLANES], rows * width // GROUP, 0, rows, y,
-            0, y_row, panel, panels, accumulate,
+            0, out, panel, panels, accumulate,
         )  # fmt: skip
     else:
         codes16, scales = shorts_at(batch[codes + t.AT_CODES16]), batch[codes + t.AT_SCALES16]
         int8_rows(
             bytes_at(data), 0, floats_at(weight[t.AT_SCALES]), kind == t.Q8_0, out, width, codes16,
-            floats_at(scales), 0, rows, y, 0, y_row, panel, panels, accumulate,
+            floats_at(scales), 0, rows, y, 0, out, panel, panels, accumulate,
         )  # fmt: skip
-
-
-@kernel
-def gate(phase, chunk, model, batch, kv, plan, epsilon):
-    """Panels of the gate and the same of up, joined at once while they are in the cache."""
-    words, inner, rows = longs_at(phase[t.AT_MORE]), model[t.INNER_SIZE], batch[t.NUM_ROWS]
-    weight, panel = longs_at(phase[t.AT_WEIGHT]), chunk * phase[t.EACH]
-    panels = min(phase[t.EACH], inner // PANEL - panel)
-    normed, gate_up = floats_at(batch[t.AT_NORMED]), floats_at(batch[t.AT_GATE_UP])
-    for first in (panel, panel + inner // PANEL):
-        _product(
-            weight, model, batch, t.NORMED_CODES, normed, rows, gate_up, 2 * inner, first, panels,
-            False,
-        )  # fmt: skip
-    gated, width = floats_at(batch[t.AT_GATED]), PANEL * panels
-    for row in range(rows):
-        at, to = 2 * inner * row + PANEL * panel, inner * row + PANEL * panel
-        silu_multiply(gate_up, at, gate_up, at + inner, width, gated, to)
-        if words[t.DOWN + t.FORMAT] == t.INT4:  # whose groups lie within these panels
-            _round_groups(model, batch, t.GATED_CODES, gated, to, width, rows * inner)
 
 
 FUNCTIONS = (embed, norm, round_rows, rotate, write, attend, combine, multiply_panels, gate)
