@@ -48,11 +48,13 @@ STAGE: dict[str, str] = {
     "output": "#B39DDB",
     "mlp": "#DCCD7D",
     "logits": "#C26A77",
+    "forward": "#5D7FA9",
     "probe": "#D9D2E4",
     "sample": "#7E8894",
     "deliver": "#59626E",
 }
-"""Stages of a step: the model's layers in colour, the engine's own work in greys."""
+"""Stages of a step: the model's layers in colour, the engine's own work in greys. `forward` is all
+layers at once, where a CUDA graph replays them."""
 
 MOVED: dict[str, str] = {
     "weights": "#7E8894",

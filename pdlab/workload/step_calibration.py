@@ -58,6 +58,8 @@ TIMING_KNOBS = (
     "sink_tokens",
     "heavy_tokens",
     "exact",
+    "backend",
+    "cuda_graphs",
     "attention_backend",
     "record_trace",
     "top_k_recorded",
