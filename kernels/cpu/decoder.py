@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from .team import Team
 from .weights import FORMATS, GROUP, Weight
 
 _ROWS_A_CHUNK = 64  # at most; a row is some microseconds of work
-_PROGRAMS = 64  # that are kept
+_OUTLINES = 64  # that are kept
 _PARTS: dict[str, tuple[str, Any]] = {
     "embed": ("embed", step.embed),
     "input norm": ("qkv", step.norm),
@@ -98,25 +99,60 @@ class StepResult:
     logits: torch.Tensor
     ended_s: float
     _program: np.ndarray = field(repr=False)
+    _stages: np.ndarray = field(repr=False)
     _stamps: np.ndarray = field(repr=False)
 
     @property
     def phases(self) -> list[PhaseTime]:
         """Its phases in order; none where the system has no clock for it."""
-        names, layers = self._program[:, t.NAME].tolist(), self._program[:, t.LAYER].tolist()
-        times = zip(names, layers, self._began_s.tolist(), strict=True)
-        return [PhaseTime(NAMES[name], layer, began_s) for name, layer, began_s in times]
+        began_s = self._stamps[:, 0] + 1e-9 * self._stamps[:, 1]
+        rows = self._program[:, [t.NAME, t.LAYER, t.CHUNKS]].tolist()
+        return [
+            PhaseTime(NAMES[name], layer, began)
+            for (name, layer, chunks), began in zip(rows, began_s.tolist(), strict=True)
+            if chunks and step.TELLS_TIME
+        ]
 
     @property
     def stage_s(self) -> dict[str, float]:
         """Seconds by stage; empty where the system has no clock for it."""
-        spent_s = np.diff(self._began_s, append=self.ended_s)
-        sums = np.bincount(_STAGE_OF[self._program[:, t.NAME]], spent_s, len(_STAGES))
-        return {stage: float(s) for stage, s in zip(_STAGES, sums, strict=True) if s > 0}
+        if not step.TELLS_TIME:
+            return {}
+        began_s = self._stamps[:, 0] + 1e-9 * self._stamps[:, 1]
+        # a phase without chunks has no time of its own: it begins with the one before, of its stage
+        np.maximum.accumulate(began_s, out=began_s)
+        spent_s = np.full(len(began_s), self.ended_s)
+        spent_s[:-1] = began_s[1:]
+        spent_s -= began_s
+        sums = np.bincount(self._stages, spent_s, len(_STAGES)).tolist()
+        return {stage: seconds for stage, seconds in zip(_STAGES, sums, strict=True) if seconds > 0}
 
-    @property
-    def _began_s(self) -> np.ndarray:
-        return self._stamps @ (1.0, 1e-9)
+
+@dataclass(frozen=True)
+class _Outline:
+    """A program, but for how many chunks attention has; and where that is to be entered."""
+
+    program: np.ndarray
+    kinds: np.ndarray
+    """Of the layers."""
+
+    @cached_property
+    def stages(self) -> np.ndarray:
+        return _STAGE_OF[self.program[:, t.NAME]]
+
+    @cached_property
+    def attention(self) -> list[np.ndarray]:
+        """The rows of `write`, `attend` and `combine`."""
+        names = self.program[:, t.NAME]
+        return [np.flatnonzero(names == NAMES.index(x)) for x in ("write", "attend", "combine")]
+
+    def filled(self, plan: AttentionPlan) -> np.ndarray:
+        program = self.program.copy()
+        writes, attends, combines = self.attention
+        program[writes, t.CHUNKS] = plan.write_chunks
+        program[attends, t.CHUNKS] = np.array(plan.attend_chunks)[self.kinds]
+        program[combines, t.CHUNKS] = np.array(plan.combine_chunks)[self.kinds]
+        return program
 
 
 def why_not(shape: Shape) -> str | None:
@@ -172,7 +208,7 @@ class CompiledDecoder:
         self._vocab_size = len(embedding)
         self._planes = planes
         self._buffers = _Buffers(shape, 0, planes)
-        self._programs: dict[tuple[int, int, range], np.ndarray] = {}
+        self._outlines: dict[tuple[int, int, range], _Outline] = {}
 
     def takes(self, rows: int) -> bool:
         """Whether so many rows are computed sooner here than by torch."""
@@ -205,7 +241,8 @@ class CompiledDecoder:
         if hidden is None:
             hidden = torch.empty(rows, self.shape.hidden_size)
         logits = torch.empty(samples, self._vocab_size)
-        program = self._program(rows, samples, plan, layers)
+        outline = self._outline(rows, samples, layers)
+        program = outline.filled(plan)
         numbers = np.array([*token_ids, *positions, *sample_rows], np.int64)
         stamps = np.zeros((len(program), 2), np.int64)
         if rows > self._buffers.rows:
@@ -222,23 +259,18 @@ class CompiledDecoder:
             np.float32(self.shape.rms_norm_eps),
         )  # fmt: skip
         ended_s = time.perf_counter()
-        told = slice(None) if step.TELLS_TIME else slice(0)
-        return StepResult(hidden, logits, ended_s, program[told], stamps[told])
+        return StepResult(hidden, logits, ended_s, program, outline.stages, stamps)
 
-    def _program(self, rows: int, samples: int, plan: AttentionPlan, layers: range) -> np.ndarray:
-        """The phases of a step, int64 [phases, PHASE_WORDS]."""
+    def _outline(self, rows: int, samples: int, layers: range) -> _Outline:
+        """The program of such a step; those of the last kinds of steps are kept."""
         key = rows, samples, layers
-        if key not in self._programs:
-            if len(self._programs) == _PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-            self._programs[key] = np.array(self._phases(*key), np.int64)
-        program, kinds = self._programs[key].copy(), np.array([x.window_kind for x in self.layers])
-        names, chunks = program[:, t.NAME], program[:, t.CHUNKS]
-        chunks[names == NAMES.index("write")] = plan.write_chunks
-        kinds = kinds[layers.start : layers.stop]
-        chunks[names == NAMES.index("attend")] = np.asarray(plan.attend_chunks)[kinds]
-        chunks[names == NAMES.index("combine")] = np.asarray(plan.combine_chunks)[kinds]
-        return program[chunks > 0]
+        if key not in self._outlines:
+            if len(self._outlines) == _OUTLINES:
+                del self._outlines[next(iter(self._outlines))]
+            kinds = [layer.window_kind for layer in self.layers[layers.start : layers.stop]]
+            program = np.array(self._phases(*key), np.int64)
+            self._outlines[key] = _Outline(program, np.array(kinds))
+        return self._outlines[key]
 
     def _phases(self, rows: int, samples: int, layers: range) -> list[list[int]]:
         """All of a program but how many chunks attention has."""

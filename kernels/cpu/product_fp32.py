@@ -22,6 +22,33 @@ def _fp32_one(weight, at, width, x, x_at):
 
 
 @inlined
+def _fma_four(a, b, c, d, weight, at, width, x, x_at):
+    """The sums of four outputs with eight more inputs."""
+    values = load_floats(x, x_at)
+    return (
+        fma(load_floats(weight, at), values, a),
+        fma(load_floats(weight, at + width), values, b),
+        fma(load_floats(weight, at + 2 * width), values, c),
+        fma(load_floats(weight, at + 3 * width), values, d),
+    )
+
+
+@inlined
+def _fp32_four(weight, at, width, x, x_at, y, y_at, accumulate):
+    """Four outputs of one row: four sums, none of which waits for another."""
+    a, b, c, d = zero_floats(), zero_floats(), zero_floats(), zero_floats()
+    for k in range(0, width, 16):
+        for i in range(4, 8):  # of the next four outputs
+            prefetch(weight, at + i * width + k)
+        a, b, c, d = _fma_four(a, b, c, d, weight, at + k, width, x, x_at + k)
+        a, b, c, d = _fma_four(a, b, c, d, weight, at + k + 8, width, x, x_at + k + 8)
+    _set(y, y_at, total(a), accumulate)
+    _set(y, y_at + 1, total(b), accumulate)
+    _set(y, y_at + 2, total(c), accumulate)
+    _set(y, y_at + 3, total(d), accumulate)
+
+
+@inlined
 def _fma_both(first, second, w0, w1, x, at):
     values = load_floats(x, at)
     return fma(w0, values, first), fma(w1, values, second)
@@ -58,17 +85,22 @@ def fp32_rows(weight, at, width, x, x_at, row, rows, y, y_at, y_row, output, out
     r, i goes to y[y_at + r * y_row + i].
     """
     approach(weight, at + output * width, 4)
+    fours = outputs // 4 * 4 if rows == 1 else 0
+    for i in range(output, output + fours, 4):
+        to = y_at + row * y_row + i
+        _fp32_four(weight, at + i * width, width, x, x_at + row * width, y, to, accumulate)
+    output, outputs = output + fours, outputs - fours
     for block in range(row, row + rows, BLOCK):
         end = min(block + BLOCK, row + rows)
-        fours = block + (end - block) // 4 * 4
+        whole_rows = block + (end - block) // 4 * 4
         for pair in range(output, output + outputs, 2):
             first = at + pair * width
             whole = pair + 1 < output + outputs
             if whole:
-                for r in range(block, fours, 4):
+                for r in range(block, whole_rows, 4):
                     from_, to = x_at + r * width, y_at + r * y_row + pair
                     _fp32_two_times_four(weight, first, width, x, from_, y, to, y_row, accumulate)
             for i in range(2 if whole else 1):
-                for r in range(fours if whole else block, end):
+                for r in range(whole_rows if whole else block, end):
                     value = _fp32_one(weight, first + i * width, width, x, x_at + r * width)
                     _set(y, y_at + r * y_row + pair + i, value, accumulate)

@@ -104,8 +104,9 @@ def _weigh(logits, at, count, top):
     weight = total(sums)
     for i in range(whole, count):
         weight += np.exp(logits[at + i] - top)
+    bad = 0
+    row = logits[at : at + count]  # LLVM makes vectors of a loop over a slice from 0 on
     for i in range(count):
-        allowed += logits[at + i] > -np.inf
-        if logits[at + i] != logits[at + i]:
-            weight = np.float32(np.nan)
-    return weight, allowed
+        allowed += row[i] > -np.inf
+        bad += row[i] != row[i]
+    return np.float32(np.nan) if bad else weight, allowed

