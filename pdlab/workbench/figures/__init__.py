@@ -24,6 +24,13 @@ from pdlab.workbench.figures.serving import (
     latency_cdf_figure,
     queue_figure,
 )
+from pdlab.workbench.figures.speed import (
+    layer_timelines,
+    mode_bars,
+    mode_roofline,
+    rows_figure,
+    step_timelines,
+)
 from pdlab.workbench.figures.steps import stage_breakdown, step_timeline
 from pdlab.workbench.figures.window_costs import perplexity_by_position, window_costs
 
@@ -41,6 +48,9 @@ __all__ = [
     "kv_magnitudes",
     "kv_occupancy",
     "latency_cdf_figure",
+    "layer_timelines",
+    "mode_bars",
+    "mode_roofline",
     "naive_against_cached",
     "overlap_figure",
     "perplexity_by_position",
@@ -48,8 +58,10 @@ __all__ = [
     "queue_figure",
     "recovery_figure",
     "roofline",
+    "rows_figure",
     "stage_breakdown",
     "step_timeline",
+    "step_timelines",
     "token_rows",
     "tpot_by_batch",
     "tpot_by_context",
