@@ -462,7 +462,7 @@ guess.compare("prompt", answer, note=f"To be exact: {ratio:.2f} times as long.")
 # * *"int4 is 8 times as fast."* It has a sixth of the bytes (scales count, and the head), and gains less
 #   than that in decode. At a batch of 8 and more, and in prefill, int8 was faster here.
 # * *"Kernels matter only on GPUs."* Section 2 was a CPU.
-# * *"`torch.compile` solves it."* It takes what it can see. Here that was little.
+# * *"`torch.compile` solves it."* It takes what it can see. Here that gained nothing.
 # * *"Quantized models are worse."* Depends on bits, groups and method: the table in section 3 has
 #   everything from no loss at all to a loss you would notice.
 #
