@@ -81,6 +81,7 @@ class PhaseTime(NamedTuple):
 
     name: str
     """One of NAMES."""
+    stage: str
     layer: int
     began_s: float
 
@@ -108,7 +109,7 @@ class StepResult:
         began_s = self._stamps[:, 0] + 1e-9 * self._stamps[:, 1]
         rows = self._program[:, [t.NAME, t.LAYER, t.CHUNKS]].tolist()
         return [
-            PhaseTime(NAMES[name], layer, began)
+            PhaseTime(NAMES[name], _PARTS[NAMES[name]][0], layer, began)
             for (name, layer, chunks), began in zip(rows, began_s.tolist(), strict=True)
             if chunks and step.TELLS_TIME
         ]

@@ -8,8 +8,8 @@
 #
 # **The question.** To write one token, a model has to read all of its weights once. Ours has 538 MB
 # of them in fp32. Divide that by what your memory gives in a second: that is how long a token should
-# take. In lesson 02 it took two or three times as long. Who takes the rest, and how does one get it
-# back? And once it is back: how does one read fewer bytes?
+# take. In lesson 02 it took several times as long. Who takes the rest, and how does one get it back?
+# And once it is back: how does one read fewer bytes?
 #
 # You will count what happens in one step, put two ways of computing the same step on one time axis,
 # halve the weights and halve them again, write a kernel for a GPU without having one, and draw every
@@ -17,7 +17,7 @@
 #
 # *About 60 minutes. Before this: [02 Decode](02_decode.ipynb); [08
 # Disaggregation](08_disaggregation.ipynb) is not needed. The first time, the compiled step is
-# compiled: a minute or two, with a bar. It is kept.*
+# compiled: half a minute, with a bar. It is kept.*
 
 # %%
 import pdlab
@@ -164,8 +164,8 @@ guess.compare("fused", answer, note=f"To be exact: {ratio:.0%}.")
 #   microseconds to be launched (NVIDIA's measurement in *Getting Started with CUDA Graphs*: a kernel
 #   of 2.9 us took 9.6 us each when every launch was waited for, 3.8 us when launches overlapped,
 #   and 3.4 us in a graph), and a decode step of a large model has a thousand of them.
-# * **Fusion.** What is computed is used while it is still in a register or in the cache. The gate and
-#   up halves of the MLP are multiplied chunk by chunk, and SiLU and the product follow at once;
+# * **Fusion.** What is computed is used while it is still in a register or in the cache. SiLU, its
+#   product with the other half, and the rounding for the next weight are one pass over a row;
 #   K and V are read block by block where they lie, and never copied together.
 # * **Threads that do not wait for each other.** Each phase is cut into chunks of some 20 us, and who is
 #   free takes the next. A processor that is busy with something else takes fewer.
@@ -316,8 +316,8 @@ names = [mode.name for mode in lab.MODES]
 guess.compare("waterfall", alone[names[0]].step_s / alone[names[3]].step_s, "times")
 
 # %% [markdown]
-# The first bar to the second: the same bytes, and the floor is nearly reached. That is all that kernels
-# can do. From there on only bytes help. From the second bar to the last they fall to a sixth, and the
+# The first bar to the second: the same bytes, and most of the way to the floor is gone. That is what
+# kernels can do. From there on only bytes help much. From the second bar to the last they fall to a sixth, and the
 # time follows, not quite: the smaller the weights, the more of the step is something else (attention, K
 # and V, the norms, choosing the token, and the engine around it, which is still Python). This is
 # Amdahl's law, and it is why "4 bits are 8 times as fast as 32" is not what anybody measures.
@@ -401,7 +401,9 @@ def kernel_check():
 # while one waits for memory another one computes:
 
 # %%
-print("planned for        kernel                      card   registers   spilled   shared memory   tensor cores")
+print(
+    "planned for        kernel                      card   registers   spilled   shared memory   tensor cores"
+)
 for row in lab.recorded_resources():
     print(
         f"{row['name']:18} {row['kernel']:26} sm_{row['sm']} {row['registers']:9} {row['spilled_bytes']:9}"

@@ -75,7 +75,7 @@ class CompiledForward:
         self.cache = cache
         self.windows = list(dict.fromkeys(windows))
         packed = model.packed or pack_decoder(decoder, "fp32")
-        self._decoder = CompiledDecoder(
+        self.decoder = CompiledDecoder(
             _shape(decoder),
             _layers(decoder, packed.layers, [self.windows.index(w) for w in windows]),
             decoder.embedding,
@@ -89,7 +89,7 @@ class CompiledForward:
 
     def takes(self, inputs: BatchInputs) -> bool:
         """Whether it computes such a batch sooner than torch."""
-        return self._decoder.takes(len(inputs.token_ids))
+        return self.decoder.takes(len(inputs.token_ids))
 
     def run(
         self,
@@ -103,7 +103,7 @@ class CompiledForward:
 
         reads, where = inputs.attention, plan.blocks
         attention = AttentionPlan(
-            self._decoder.kv,
+            self.decoder.kv,
             reads.query_starts,
             reads.context_lens,
             reads.block_tables,
@@ -111,12 +111,12 @@ class CompiledForward:
             windows=self.windows,
             blocks=where
             and BlockRows(where.whole_blocks, where.whole_rows, where.open_slots, where.open_rows),
-            num_threads=self._decoder.team.num_threads,
+            num_threads=self.decoder.team.num_threads,
         )
-        everything = range(len(self._decoder.layers))
+        everything = range(len(self.decoder.layers))
         hidden = None
         for layers in [everything] if on_layer is None else [range(i, i + 1) for i in everything]:
-            result = self._decoder.run(
+            result = self.decoder.run(
                 inputs.token_ids,
                 inputs.positions,
                 attention,

@@ -73,13 +73,6 @@ def test_the_compiled_step_is_seen_phase_by_phase() -> None:
     assert line.usual_layer in range(LAYERS)
 
 
-@compiled
-def test_every_phase_of_the_compiled_step_has_a_stage() -> None:
-    from pdlab_kernels.cpu.decoder import NAMES
-
-    assert set(NAMES) == set(timelines.STAGE_OF)
-
-
 # --- bytes ---------------------------------------------------------------------------------------
 
 

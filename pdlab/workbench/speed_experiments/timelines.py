@@ -15,7 +15,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pdlab.engine import Engine, EngineConfig, SamplingParams
-from pdlab.engine.runner import Runner, StepOutput
+from pdlab.engine.compiled import CompiledForward
+from pdlab.engine.runner import ModelRunner, Runner, StepOutput
 from pdlab.engine.scheduler import ScheduledBatch
 from pdlab.engine.timing import StageClock
 from pdlab.kvcache import Release, blocks_for
@@ -24,17 +25,10 @@ from pdlab.trace import BlockMove
 from pdlab.workbench.experiments import BLOCK_SIZE, random_prompt
 
 if TYPE_CHECKING:
-    from pdlab_kernels.cpu.decoder import CompiledDecoder, StepResult
+    from pdlab_kernels.cpu.decoder import StepResult
 
 CONTEXT, STEPS = 128, 7
 MODEL_STAGES = ("embed", "qkv", "attention", "output", "mlp", "logits")
-STAGE_OF = {
-    "embed": "embed", "input norm": "qkv", "project": "qkv", "rotate": "qkv",
-    "write": "attention", "attend": "attention", "combine": "attention",
-    "round attended": "output", "output": "output", "MLP norm": "mlp", "gate": "mlp",
-    "round gated": "mlp", "down": "mlp", "final norm": "logits", "logits": "logits",
-}  # fmt: skip
-"""Of the phases of the compiled step, by their name."""
 VIEWS = frozenset(
     f"aten::{name}"
     for name in (
@@ -219,7 +213,9 @@ def compiled_timeline(model: Model, steps: int = STEPS) -> Timeline:
     """
     results: list[StepResult] = []
     with decoding(model, "cpu") as engine:
-        decoder: CompiledDecoder = engine.runner.compiled._decoder  # type: ignore[attr-defined]
+        assert isinstance(engine.runner, ModelRunner)
+        assert isinstance(engine.runner.fast, CompiledForward)
+        decoder = engine.runner.fast.decoder
         run = decoder.run
 
         def run_and_keep(*args: Any, **kwargs: Any) -> StepResult:
@@ -240,7 +236,7 @@ def _of_result(result: StepResult) -> Timeline:
     start_s = phases[0].began_s
     spans = []
     for phase, end_s in zip(phases, ends_s, strict=True):
-        stage = STAGE_OF[phase.name]
+        stage = phase.stage
         layer = None if stage in ("embed", "logits") else phase.layer
         spans.append(Span(phase.name, stage, layer, phase.began_s - start_s, end_s - start_s))
     return Timeline("one compiled call", spans, result.ended_s - start_s)
