@@ -169,6 +169,8 @@ class PagedKV:
             _check_tensor(f"{name}[0]", parts[0], _DTYPES[stored.name], codes)
             for i, part in enumerate(parts[1:], start=1):
                 _check_tensor(f"{name}[{i}]", part.flatten(4), torch.float16, scales)
+                if not part.is_contiguous():  # the flattened one may be a copy
+                    raise ValueError(f"{name}[{i}]: must be contiguous, has {part.stride()}")
             if stored.is_blockwise:
                 area = stored.open[group]
                 assert area is not None

@@ -1,6 +1,5 @@
 """A decoder that is ready to compute: weights, tables and buffers around `step.run_program`."""
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +12,7 @@ from . import step
 from . import step_tables as t
 from .ahead import addresses
 from .attention_plan import AttentionPlan, PagedKV, address
+from .chunks import MOST_CHUNKS
 from .linear import FP32_ROWS, panels_per_chunk
 from .team import Team
 from .weights import FORMATS, GROUP, Weight
@@ -77,7 +77,7 @@ class LayerWeights:
 
 
 class PhaseTime(NamedTuple):
-    """When a phase of a step began, by `time.perf_counter`."""
+    """When a phase of a step began, by the system's monotonic clock."""
 
     name: str
     """One of NAMES."""
@@ -93,7 +93,7 @@ class StepResult:
     Attributes:
         hidden: float32 [rows, hidden_size], before the final norm.
         logits: float32 [samples, vocab_size].
-        ended_s: when its last phase ended, by `time.perf_counter`.
+        ended_s: when its last phase ended, by the same clock.
     """
 
     hidden: torch.Tensor
@@ -194,30 +194,60 @@ class CompiledDecoder:
         if reason := why_not(shape):
             raise ValueError(reason)
         self.shape, self.layers, self.head, self.kv, self.team = shape, layers, head, kv, team
-        self._floats = [embedding, final_norm, cos, sin]
-        self._layer_table = np.array([_layer_words(layer) for layer in layers], np.int64)
+        self._kept: list[torch.Tensor] = []  # whose memory the tables name
+        self._layer_table = np.array([self._layer_words(layer) for layer in layers], np.int64)
         self._addresses = addresses()
         self._model_table = np.array(
             [
                 *shape[:5],
                 planes,
-                *(_floats_at(x) for x in (embedding, cos, sin, final_norm)),
+                *(self._floats_at(x) for x in (embedding, cos, sin, final_norm)),
                 *_weight_words(head),
             ],
             np.int64,
         )
-        self._vocab_size = len(embedding)
+        self._vocab_size, self._num_positions = len(embedding), len(cos)
         self._planes = planes
         self._buffers = _Buffers(shape, 0, planes)
         self._outlines: dict[tuple[int, int, range], _Outline] = {}
 
     def takes(self, rows: int) -> bool:
         """Whether so many rows are computed sooner here than by torch."""
-        return rows <= FP32_ROWS or all(w.format != "fp32" for w in self._weights())
+        first = self.layers[0]  # as all others
+        weights = (first.qkv, first.output, first.gate_up, first.down)
+        return rows <= FP32_ROWS or all(weight.format != "fp32" for weight in weights)
 
-    def _weights(self) -> list[Weight]:
-        first = self.layers[0]
-        return [first.qkv, first.output, first.gate_up, first.down]
+    def _check(self, numbers: np.ndarray, rows: int, plan: AttentionPlan) -> None:
+        """Compiled code looks nothing up: what is out of range is refused here."""
+        parts = numbers[:rows], numbers[rows : 2 * rows], numbers[2 * rows :]
+        limits = self._vocab_size, self._num_positions, rows
+        names = "token_ids", "positions", "sample_rows"
+        if not rows or len(parts[1]) != rows or plan.num_rows != rows or plan.kv is not self.kv:
+            raise ValueError(f"plan: of {plan.num_rows} rows, for {rows} tokens of this decoder")
+        for name, part, limit in zip(names, parts, limits, strict=True):
+            if len(part) and not 0 <= part.min() <= part.max() < limit:
+                raise ValueError(f"{name}: {part.min()} to {part.max()}, must be 0 to {limit - 1}")
+
+    def _layer_words(self, layer: LayerWeights) -> list[int]:
+        norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.mlp_norm)
+        weights = (layer.output, layer.gate_up, layer.down)
+        return [
+            *(self._floats_at(x) for x in norms),
+            *_weight_words(layer.qkv, self._floats_at(layer.qkv_bias)),
+            *(word for weight in weights for word in _weight_words(weight)),
+        ]
+
+    def _floats_at(self, values: torch.Tensor | None) -> int:
+        """The address of a float32 tensor, whose memory is kept; 0 where there is none."""
+        if values is None:
+            return 0
+        if values.dtype != torch.float32 or not values.is_contiguous() or values.is_cuda:
+            raise ValueError(
+                f"values: a contiguous float32 tensor on the CPU is needed, not {values.dtype} "
+                f"{tuple(values.shape)} on {values.device}"
+            )
+        self._kept.append(values.detach())  # a parameter may be given other memory
+        return address(values)
 
     def run(
         self,
@@ -235,6 +265,10 @@ class CompiledDecoder:
             plan: where their K and V go and what they attend to.
             sample_rows: rows whose logits are wanted.
             layers: only these, on `hidden` of those before; logits come with the last layer.
+
+        Raises:
+            ValueError: there is no row, a token, position or row is out of range, the plan is
+                another decoder's, or the batch is too large for one step.
         """
         layers = layers or range(len(self.layers))
         rows, last = len(token_ids), layers.stop == len(self.layers)
@@ -242,28 +276,32 @@ class CompiledDecoder:
         if hidden is None:
             hidden = torch.empty(rows, self.shape.hidden_size)
         logits = torch.empty(samples, self._vocab_size)
+        numbers = np.array([*token_ids, *positions, *sample_rows], np.int64)
+        self._check(numbers, rows, plan)
         outline = self._outline(rows, samples, layers)
         program = outline.filled(plan)
-        numbers = np.array([*token_ids, *positions, *sample_rows], np.int64)
+        if (chunks := int(program[:, t.CHUNKS].sum())) > MOST_CHUNKS:
+            raise ValueError(f"token_ids: {rows} in one step make {chunks} chunks of {MOST_CHUNKS}")
         stamps = np.zeros((len(program), 2), np.int64)
         if rows > self._buffers.rows:
             self._buffers = _Buffers(self.shape, rows, self._planes)
+        buffers = self._buffers  # kept until the step is over
         batch = np.empty(t.BATCH_WORDS, np.int64)
         at = address(numbers)
         batch[: t.AT_HIDDEN] = rows, samples, at, at + 8 * rows, at + 16 * rows
         batch[t.AT_HIDDEN] = address(hidden)
-        batch[t.AT_NORMED : t.AT_LOGITS] = self._buffers.floats
+        batch[t.AT_NORMED : t.AT_LOGITS] = buffers.floats
         batch[t.AT_LOGITS], batch[t.AT_STAMPS] = address(logits), address(stamps)
-        batch[t.NORMED_CODES :] = self._buffers.codes
+        batch[t.NORMED_CODES :] = buffers.codes
         self.team.run(
             step.run_program, program, self._model_table, batch, self.kv.table, plan.table,
             np.float32(self.shape.rms_norm_eps),
         )  # fmt: skip
-        ended_s = time.perf_counter()
+        ended_s = step.now_s()
         return StepResult(hidden, logits, ended_s, program, outline.stages, stamps)
 
     def _outline(self, rows: int, samples: int, layers: range) -> _Outline:
-        """The program of such a step; those of the last kinds of steps are kept."""
+        """The program of such a step; of those made last, some are kept."""
         key = rows, samples, layers
         if key not in self._outlines:
             if len(self._outlines) == _OUTLINES:
@@ -336,44 +374,22 @@ class CompiledDecoder:
 
 def _by_rows(rows: int, num_threads: int) -> tuple[int, int]:
     """How many chunks, and rows in each."""
-    each = min(_ROWS_A_CHUNK, -(-rows // num_threads))
+    each = max(1, min(_ROWS_A_CHUNK, -(-rows // num_threads)))
     return -(-rows // each), each
 
 
 # --- tables --------------------------------------------------------------------------------------
 
 
-def _layer_words(layer: LayerWeights) -> list[int]:
-    norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.mlp_norm)
-    weights = (layer.output, layer.gate_up, layer.down)
-    return [
-        *(_floats_at(x) for x in norms),
-        *_weight_words(layer.qkv, layer.qkv_bias),
-        *(word for weight in weights for word in _weight_words(weight)),
-    ]
-
-
-def _weight_words(weight: Weight, bias: torch.Tensor | None = None) -> list[int]:
+def _weight_words(weight: Weight, at_bias: int = 0) -> list[int]:
     return [
         FORMATS.index(weight.format),
         weight.out_features,
         weight.in_features,
         address(weight.data),
         address(weight.scales),
-        _floats_at(bias),
+        at_bias,
     ]
-
-
-def _floats_at(values: torch.Tensor | None) -> int:
-    """The address of a float32 tensor; 0 where there is none."""
-    if values is None:
-        return 0
-    if values.dtype != torch.float32 or not values.is_contiguous() or values.device.type != "cpu":
-        raise ValueError(
-            f"values: a contiguous float32 tensor on the CPU is needed, not {values.dtype} "
-            f"{tuple(values.shape)} on {values.device}"
-        )
-    return address(values)
 
 
 @dataclass

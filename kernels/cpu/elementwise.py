@@ -1,4 +1,4 @@
-"""What lies between the products: norm, gate and choice of the largest, one row at a time.
+"""What lies between the products: norm and gate, one row at a time.
 
 As parts of a larger kernel, with their row in the first-level cache, they cost a thousandth of what
 they cost as operators of their own.
@@ -12,8 +12,6 @@ from .simd import (
     divide,
     exponential,
     fma,
-    larger,
-    largest,
     load_floats,
     multiply,
     negated,
@@ -54,30 +52,3 @@ def silu_multiply(gate, gate_at, up, up_at, width, out, out_at):
         values = load_floats(gate, gate_at + k)
         gated = divide(values, add_floats(exponential(negated(values)), one))
         store_floats(out, out_at + k, multiply(gated, load_floats(up, up_at + k)))
-
-
-@kernel
-def argmax(values, at, count):
-    """Index, from `at` on, of the first of the largest of `count` >= 1 floats.
-
-    NaN counts as larger than all, as in torch: the first one wins.
-    """
-    top, bad = repeated(np.float32(-np.inf)), zero_floats()
-    whole = count // 8 * 8
-    for k in range(0, whole, 8):
-        here = load_floats(values, at + k)
-        top = larger(here, top)
-        bad = add_floats(bad, multiply(here, zero_floats()))
-    best = largest(top)
-    nan = total(bad)  # of NaN and infinity
-    for k in range(whole, count):
-        best = max(best, values[at + k])
-        nan += values[at + k] * np.float32(0)
-    if nan != nan:
-        for k in range(count):
-            if values[at + k] != values[at + k]:
-                return k
-    for k in range(count):
-        if values[at + k] == best:
-            return k
-    return 0

@@ -41,6 +41,13 @@ from .weights import GROUP, PANEL
 
 TELLS_TIME = os.name == "posix"
 _CLOCK = time.CLOCK_MONOTONIC if TELLS_TIME else 0
+
+
+def now_s() -> float:
+    """The clock of the stamps."""
+    return time.clock_gettime(_CLOCK) if TELLS_TIME else time.perf_counter()
+
+
 _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.voidptr))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from tqdm.auto import tqdm
 
 from pdlab.attention import Window
@@ -34,15 +35,17 @@ class Computed(NamedTuple):
 
 def why_not(model: Model, config: EngineConfig) -> str | None:
     """What keeps this model or configuration from the compiled step; None if nothing does."""
-    from pdlab_kernels.cpu.target import TARGET
+    from pdlab_kernels.cpu.target import TARGET, VARIABLE
 
     decoder = model.decoder
     if TARGET == "torch":
-        return "Numba, which compiles it, is not installed or is turned off"
+        return f"Numba, which compiles it, is not installed, or turned off by {VARIABLE}=torch"
     if decoder.device.type != "cpu" or decoder.dtype is not torch.float32:
         return f"it computes in fp32 on the CPU, the model is {decoder.dtype} on {decoder.device}"
     if config.exact:
         return "exact=True has its own order of sums"
+    if config.heavy_tokens:
+        return f"heavy_tokens={config.heavy_tokens} needs the weights of attention, of each step"
     if config.attention_backend not in ("auto", "torch"):
         return f"attention_backend={config.attention_backend!r} is torch's"
     if model.config.output_bias or model.config.mlp_bias:
@@ -88,8 +91,8 @@ class CompiledForward:
         )
 
     def takes(self, inputs: BatchInputs) -> bool:
-        """Whether it computes such a batch sooner than torch."""
-        return self.decoder.takes(len(inputs.token_ids))
+        """Whether it computes such a batch sooner than torch, and nobody counts allocations."""
+        return self.decoder.takes(len(inputs.token_ids)) and not is_in_torch_dispatch_mode()
 
     def run(
         self,

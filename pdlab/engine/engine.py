@@ -769,13 +769,14 @@ class Engine:
 
         Closing a closed engine does nothing.
         """
-        if self.memory is None:
-            return
-        for request_id in list(self.requests):
-            self.abort(request_id)
-        self.memory.leave(self.config.max_num_seqs)
-        self.memory = None
-        del self.runner
+        with self._lock:  # a step in another thread ends before
+            if self.memory is None:
+                return
+            for request_id in list(self.requests):
+                self.abort(request_id)
+            self.memory.leave(self.config.max_num_seqs)
+            self.memory = None
+            del self.runner
 
     def __enter__(self) -> Engine:
         return self

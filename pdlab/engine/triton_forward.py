@@ -46,6 +46,8 @@ def why_not(model: Model, config: EngineConfig) -> str | None:
         return "Triton is not installed"
     if config.exact:
         return "exact=True has its own order of sums"
+    if config.heavy_tokens:
+        return f"heavy_tokens={config.heavy_tokens} needs the weights of attention, of each step"
     if config.attention_backend not in ("auto", "torch"):
         return f"attention_backend={config.attention_backend!r} is torch's"
     if model.packed:

@@ -32,7 +32,7 @@ def calibration_windows(tokenizer: Tokenizer | None, config: ModelConfig) -> lis
     for text in calibration_texts() if tokenizer is not None else ():
         assert tokenizer is not None
         ids += tokenizer.encode(text)[: -(-wanted // len(MODULES))]
-    return [ids[start : start + length] for start in range(0, wanted, length)]
+    return [ids[start : start + length] for start in range(0, min(wanted, len(ids)), length)]
 
 
 def calibration_texts() -> Iterator[str]:

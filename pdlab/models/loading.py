@@ -134,6 +134,8 @@ def load(
             needs what is not supported.
         FetchError: the model has to be fetched and cannot be.
     """
+    if not isinstance(weights, str):
+        raise ValueError(f"weights={weights!r:.60} must be the name of a format")
     target = _device(device)
     kind = _dtype(weights if dtype is None and weights in DTYPES else dtype, target)
     if weights == AUTO or DTYPES.get(weights) == kind:

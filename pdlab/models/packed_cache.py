@@ -23,7 +23,8 @@ from pdlab.models.safetensors_file import read_tensors
 from pdlab.quantize import PackedWeights, matrices, pack_decoder, parse_format
 
 QUANTIZER = 1
-"""Part of what names a directory; raise it when other codes come of the same weights."""
+"""Part of what names a directory; raise it when other codes come of the same weights, or when they
+are laid out in another way."""
 FILENAME = "packed.safetensors"
 
 
@@ -32,12 +33,13 @@ def packed_once(
 ) -> PackedWeights:
     """`pack_decoder`, with a calibrated format taken from the cache if it is there.
 
-    The directory is named after the weights themselves, the format and the text, so nothing can be
-    stale. A cache that cannot be written to costs only time.
+    The directory is named after the model itself, the format and the text, so nothing can be stale.
+    A cache that cannot be read or written costs only time.
     """
     directory = _directory(decoder, format, calibration)
     if is_complete(directory):
-        return _read(directory / FILENAME, decoder, format)
+        with suppress(OSError, ValueError, KeyError):  # damaged, or being replaced
+            return _read(directory / FILENAME, decoder, format)
     packed = pack_decoder(decoder, format, calibration=calibration, progress=progress)
     with suppress(FetchError, OSError):
         require_space(packed.nbytes + 1_000_000, "keeping quantized weights")
@@ -47,7 +49,8 @@ def packed_once(
 
 
 def _directory(decoder: Decoder, format: str, calibration: list[list[int]]) -> Path:
-    digest = hashlib.sha256(repr((QUANTIZER, format, calibration)).encode())
+    what = QUANTIZER, format, calibration, decoder.config.to_dict()
+    digest = hashlib.sha256(repr(what).encode())
     for parameter in decoder.parameters():  # the norms too: activations depend on them
         digest.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
     return cache_dir() / "models" / f"packed-{digest.hexdigest()[:16]}"

@@ -69,7 +69,9 @@ class Sampler:
     def sample(self, logits: Tensor, drawers: Sequence[Drawer]) -> list[Sampled | ValueError]:
         """logits: [len(drawers), vocab_size]. A row that nothing can be drawn from gives an error.
 
-        It costs one pass for the probabilities, one for their sums, and what the rows ask for.
+        It costs one pass for the probabilities, one for their sums, and what the rows ask for; a
+        `survey` does both where all rows are greedy. Its probabilities may differ from torch's in
+        their last bits.
         """
         processed, errors = run_chain(logits, drawers)
         if self._survey and all(drawer.params.greedy for drawer in drawers):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pdlab_kernels.cpu.attention_plan import AttentionPlan
 from pdlab_kernels.cpu.target import TARGET
 
 import pdlab
@@ -149,7 +150,6 @@ def test_every_kv_format_is_read_and_written_as_by_torch(kv_format):
         {"window": 9},
         {"window": 9, "sink_tokens": 3},
         {"window": 20, "sink_tokens": 5, "block_size": 4},
-        {"window": 16, "heavy_tokens": 16, "block_size": 4, "enable_prefix_cache": False},
     ],
 )
 @pytest.mark.parametrize("shape", ["tiny-llama", "tiny-mistral"])
@@ -231,6 +231,11 @@ def test_auto_compiles_packed_weights_and_leaves_plain_ones_to_torch():
             "attention_backend='reference'",
         ),
         (lambda: pdlab.load("random:tiny-llama", dtype="bf16"), {}, "bfloat16"),
+        (
+            lambda: packed_model("tiny-llama", "int8"),
+            {"window": 16, "heavy_tokens": 16, "enable_prefix_cache": False},
+            "heavy_tokens=16",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_and_auto_takes_torch(model, knobs, reason):
@@ -239,6 +244,47 @@ def test_what_cannot_be_compiled_is_refused_and_auto_takes_torch(model, knobs, r
         Engine(model, EngineConfig(backend="cpu", **knobs))
     with Engine(model, EngineConfig(**knobs)) as engine:
         assert engine.config.backend == "torch"
+
+
+def test_what_compiled_code_could_not_read_is_refused_before(monkeypatch):
+    with Engine(packed_model("tiny-llama", "int8")) as engine:
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+        decoder = engine.runner.fast.decoder
+        plan = AttentionPlan(decoder.kv, [0, 2], [2], [[0]], [0, 1])
+        for token_ids, positions, rows, message in (
+            ([1, 256], [0, 1], [1], "token_ids: 1 to 256, must be 0 to 255"),
+            ([1, 2], [0, 1024], [1], "positions: 0 to 1024, must be 0 to 1023"),
+            ([1, 2], [0, 1], [2], "sample_rows: 2 to 2, must be 0 to 1"),
+            ([1], [0], [0], "plan: of 2 rows, for 1 tokens"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                decoder.run(token_ids, positions, plan, rows)
+        monkeypatch.setattr("pdlab_kernels.cpu.decoder.MOST_CHUNKS", 10)
+        with pytest.raises(ValueError, match="chunks of 10"):
+            decoder.run([1, 2], [0, 1], plan, [1])
+
+
+def test_weights_that_are_given_other_memory_stay_as_they_were():
+    model = packed_model("tiny-llama", "int4")
+    decoder = type(model.decoder)(model.config)
+    decoder.load_state_dict(model.decoder.state_dict())
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with Engine(replace(model, decoder=decoder)) as engine:
+        [before] = engine.generate([[1, 2, 3]], params)
+        for parameter in decoder.parameters():
+            parameter.data = torch.zeros(1)
+        [after] = engine.generate([[1, 2, 3]], params)
+    assert before.token_ids == after.token_ids
+
+
+def test_activations_are_counted_by_torch():
+    with Engine(packed_model("tiny-llama", "int8")) as engine, engine.measure_activations():
+        engine.generate([random_prompt(20, 256)], SamplingParams(max_tokens=1))
+    by_torch = EngineConfig(backend="torch")
+    with Engine(packed_model("tiny-llama", "int8"), by_torch) as other, other.measure_activations():
+        other.generate([random_prompt(20, 256)], SamplingParams(max_tokens=1))
+    ours, theirs = engine.trace.steps[0], other.trace.steps[0]
+    assert ours.activation_peak_bytes == theirs.activation_peak_bytes
 
 
 def test_without_numba_torch_computes():

@@ -9,7 +9,7 @@ from pdlab_kernels.cpu.target import TARGET
 if TARGET == "torch":
     pytest.skip("no compiled kernels here", allow_module_level=True)
 
-from pdlab_kernels.cpu.elementwise import argmax, rms_norm, silu_multiply
+from pdlab_kernels.cpu.elementwise import rms_norm, silu_multiply
 
 EPSILON = 1e-5
 
@@ -41,28 +41,3 @@ def test_silu_multiply_may_write_over_its_input_and_keeps_nan() -> None:
     expected = reference.silu_multiply(both[:16], both[16:])
     silu_multiply(both.numpy(), 0, both.numpy(), 16, 16, both.numpy(), 0)
     torch.testing.assert_close(both[:16], expected, equal_nan=True)
-
-
-@pytest.mark.parametrize("count", [1, 7, 8, 9, 100])
-def test_argmax_is_the_first_of_the_largest(count: int) -> None:
-    values = torch.randn(count + 2).clamp(max=1.0)  # with ties where some are clamped
-    values[0] = values[-1] = 9  # outside
-    found = argmax(values.numpy(), 1, count)
-    inside = values[1:-1]
-    assert found == (inside == inside.max()).nonzero()[0].item()
-
-
-@pytest.mark.parametrize(
-    ("values", "first"),
-    [
-        ([torch.nan] * 9, 0),
-        ([1.0, torch.inf, torch.nan, torch.nan], 2),
-        ([1.0] * 8 + [torch.nan, 2.0], 8),
-        ([1.0, torch.inf, torch.inf] * 4, 1),
-        ([-torch.inf] * 20, 0),
-        ([-torch.inf] * 19 + [-3e38], 19),
-    ],
-)
-def test_argmax_of_what_is_not_finite(values: list[float], first: int) -> None:
-    assert argmax(np.array(values, np.float32), 0, len(values)) == first
-    assert torch.tensor(values).argmax().item() == first
