@@ -42,8 +42,7 @@ class Other:
 @pytest.fixture(params=PROCESS_BODIES)
 def other(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Other]:
     need(request.param)
-    context = multiprocessing.get_context("forkserver")  # which imports torch once for all
-    context.set_forkserver_preload(["tests.disagg.bodies"])
+    context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     meeting = str(tmp_path / "meeting")
     process = context.Process(target=serve, args=(request.param, meeting, theirs), daemon=True)
