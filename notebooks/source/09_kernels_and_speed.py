@@ -12,11 +12,12 @@
 # And once it is back: how does one read fewer bytes?
 #
 # You will count what happens in one step, put two ways of computing the same step on one time axis,
-# halve the weights and halve them again, write a kernel for a GPU without having one, and draw every
+# read a quarter of the bytes and then less than a fifth, write a kernel for a GPU without having one, and draw every
 # step of the lesson under one roof.
 #
-# *About 60 minutes. Before this: [02 Decode](02_decode.ipynb); [08
-# Disaggregation](08_disaggregation.ipynb) is not needed. The first time, the compiled step is
+# *About 60 minutes. Before this: [02 Decode](02_decode.ipynb); blocks of KV are from [03
+# Paged KV](03_paged_kv.ipynb), scales, groups, KL and perplexity from [04 KV
+# formats](04_kv_formats.ipynb). The first time, the compiled step is
 # compiled: half a minute, with a bar. It is kept.*
 
 # %%
@@ -97,10 +98,10 @@ guess.compare("bytes", answer, kind="counted", note=f"To be exact: {share:.1%}."
 
 # %%
 readings = lab.linear_rates(model)
-print("                 weights        torch   compiled kernel   measured")
+print("                 weights        torch   compiled, one by one   measured")
 for r in readings:
     rates = [r.nbytes / s / 1e9 for s in (r.torch_s, r.compiled_s)]
-    print(f"{r.name:12} {r.nbytes / 1e6:8.1f} MB {rates[0]:7.1f} GB/s {rates[1]:12.1f} GB/s")
+    print(f"{r.name:12} {r.nbytes / 1e6:8.1f} MB {rates[0]:7.1f} GB/s {rates[1]:17.1f} GB/s")
 torch_s, compiled_s = sum(r.torch_s for r in readings), sum(r.compiled_s for r in readings)
 print(f"all of them, {torch.get_num_threads()} threads: {torch_s * 1e3:.0f} ms", end="")
 print(f" in torch, {compiled_s * 1e3:.0f} ms compiled; floor {floor_s * 1e3:.0f} ms")
@@ -109,7 +110,9 @@ print(f" in torch, {compiled_s * 1e3:.0f} ms compiled; floor {floor_s * 1e3:.0f}
 # A product with a single row does two things with each weight: read it, and multiply it once. So it
 # is a test of *reading*, and a library that was tuned for large products need not be good at it.
 # That explains one part of the missing time: the products do not read as fast as the memory gives.
-# The other part lies between the products.
+# The other part lies between the products. (The compiled kernels wake the other threads once for each
+# product here. In section 2 one call does all of them, in less time than this table says. And if your
+# processor's last cache is as large as what is read, no floor of memory holds.)
 #
 # ## 2. The same step on one time axis
 #
@@ -120,9 +123,10 @@ for name, seconds in lab.call_costs().items():
     print(f"{name:36} {seconds * 1e6:6.2f} us   measured, the least of 5")
 
 # %% [markdown]
-# A microsecond or a few. That is dispatch: find the right function for this dtype and this device,
-# check the shapes, allocate the result, come back to Python. Nobody would notice, if it were not for
-# the two thousand calls in each token.
+# A microsecond or two. That is dispatch: find the right function for this dtype and this device,
+# check the shapes, allocate the result, come back to Python. (A composed operator such as the norm
+# makes several such calls inside.) Nobody would notice, if it were not for the two thousand calls in
+# each token, views included: 2 to 3 ms. The rest is small kernels, and the Python between them.
 #
 # Now the whole step. Above, torch's profiler notes when each operator begins and ends. Below, the
 # **compiled step** of this engine (`EngineConfig(backend="cpu")`): one call from Python, in it a
@@ -137,16 +141,16 @@ guess.predict(
 
 # %%
 timelines = [lab.torch_timeline(model), lab.compiled_timeline(model)]
-source = f"measured here, fp32, context 128, {torch.get_num_threads()} threads; the profiler costs a little"
+source = f"measured here, fp32, context 128, {torch.get_num_threads()} threads; the profiler adds some 3 us to each call"
 wb.show(wb.figures.step_timelines(timelines, source))
 
 # %%
 number = timelines[0].usual_layer
 wb.show(wb.figures.layer_timelines(timelines, number, source))
-for line in timelines:
-    print(
-        f"{line.name:18} {line.wall_s * 1e3:6.1f} ms, of which {line.between_s * 1e3:5.1f} ms between operators"
-    )
+by_torch, compiled = timelines
+print(f"{by_torch.name:18} {by_torch.wall_s * 1e3:6.1f} ms, of which", end="")
+print(f" {by_torch.between_s * 1e3:.1f} ms between operators")
+print(f"{compiled.name:18} {compiled.wall_s * 1e3:6.1f} ms; what lies between is not told apart")
 ratio = timelines[1].wall_s / timelines[0].wall_s
 answer = "about as long" if ratio > 0.8 else "two thirds" if ratio > 0.55 else "half or less"
 guess.compare("fused", answer, note=f"To be exact: {ratio:.0%}.")
@@ -155,9 +159,12 @@ guess.compare("fused", answer, note=f"To be exact: {ratio:.0%}.")
 # Look at the layer. In torch's row the wide bars are products. Between them stand dozens of slivers:
 # norm, rotation, writing K and V, gathering the blocks, SiLU. Each moves some kilobytes, which takes
 # no time worth mentioning, and yet they fill a good part of the row, and so does the *white* between
-# them: that is Python, on its way to the next call.
+# them: that is Python, on its way to the next call, and the profiler, which makes slivers and white
+# wider than they are (section 4 times both steps without it).
 #
-# In the lower row the same arithmetic is there, and the slivers are gone. Three things did that:
+# In the lower row the same arithmetic is there, and the slivers are gone. It cannot show any white: a
+# phase's bar runs until the next one begins, so waiting for the last chunk is inside it. Three things
+# did that:
 #
 # * **No calls.** The program is a table of numbers. Going to the next phase costs well below a
 #   microsecond. On a GPU this is what a **CUDA graph** is for: a GPU's kernel needs some
@@ -165,10 +172,10 @@ guess.compare("fused", answer, note=f"To be exact: {ratio:.0%}.")
 #   of 2.9 us took 9.6 us each when every launch was waited for, 3.8 us when launches overlapped,
 #   and 3.4 us in a graph), and a decode step of a large model has a thousand of them.
 # * **Fusion.** What is computed is used while it is still in a register or in the cache. SiLU, its
-#   product with the other half, and the rounding for the next weight are one pass over a row;
+#   product with the other half, and the rounding for the next weight are one phase of a row;
 #   K and V are read block by block where they lie, and never copied together.
-# * **Threads that do not wait for each other.** Each phase is cut into chunks of some 20 us, and who is
-#   free takes the next. A processor that is busy with something else takes fewer.
+# * **Work that is shared as it goes.** Each phase is cut into chunks of some 20 us, and who is free takes
+#   the next. Threads meet only at a phase's end, and a processor that is busy takes fewer chunks.
 #
 # What fusion does *not* do: it moves no fewer weights. Below it stays the same floor.
 #
@@ -183,7 +190,8 @@ print(
 print(f"{gain:+.0%}, after {trial.warm_up_s:.0f} s of warm-up   {lab.recorded_line()}")
 
 # %% [markdown]
-# It fuses what stands between the products within a function. The products stay the library's, and
+# It lost a tenth where that was recorded: 90 compiled calls a step, each of which first checks whether
+# its guards still hold. It fuses what stands between the products within a function. The products stay the library's, and
 # with them the larger part of the time; the paged cache, the calls from layer to layer and the
 # sampling stay Python's. On GPUs, where launches weigh more, it does more, and vLLM builds on it.
 #
@@ -215,7 +223,9 @@ guess.predict(
 # %%
 costs = lab.row_costs(model)
 out, width = costs.shape
-source = f"measured here: the head [{out:,} x {width}], compiled kernels, {torch.get_num_threads()} threads"
+source = (
+    f"measured here: the head [{out:,} x {width}], compiled kernels; fp32 above 16 rows by torch"
+)
 wb.show(wb.figures.rows_figure(costs, machine, source))
 
 # %%
@@ -233,10 +243,12 @@ print("measured")
 # in fp32, eight rows cost little more than one, since the weight that has been fetched is used eight
 # times. (This is the batching of lesson 02, in one matrix.)
 #
-# But look where the lines turn. An integer has to be unpacked and scaled before it can be used, and
+# (Above 16 rows the engine leaves fp32 to torch's BLAS: the jump there is that.) But look where the
+# lines turn. An integer has to be unpacked and scaled before it can be used, and
 # multiplied like any other number. A format that halves the reading does not halve the arithmetic,
 # so it turns *earlier*. For long prompts and large batches, small weights buy nothing by their
-# size; there it is the speed of integer arithmetic that counts.
+# size; there it is the speed of integer arithmetic that counts. (int4's second row costs as much as
+# its fourth: its kernel takes rows by four. int8 is ahead from 2 rows on, in this matrix.)
 #
 # ### What rounding costs
 #
@@ -250,9 +262,10 @@ for e in lab.rounding_errors(model):
     print(f"{e.name:44} {e.mean:9.1e} {e.worst:8.1e}")
 
 # %% [markdown]
-# Rounding the rows as the kernels do costs a hundredth of what rounding the weights costs, or less.
-# One plane of int8 alone would be as coarse as the weights. (Many systems do take one: it is twice as
-# fast on hardware with int8 dot products, and usually good enough.)
+# Rounding the rows as the kernels do costs about a hundredth of what int8 costs the weights, or less.
+# One plane of int8 alone would be as coarse as int8 weights, but ten times finer than rounding to 4
+# bits. So many systems take one: it is half the arithmetic. We take two because these weights lie on
+# their 4-bit grid already, and lose nothing.
 #
 # ### What a format costs in quality
 
@@ -272,19 +285,22 @@ else:
 
 # %% [markdown]
 # How to read it. **KL** is how far the distribution of the next token moves from that of fp32, in
-# nats; *same best token* is how often both would choose the same one; *greedy tokens* is how long a
-# greedy answer stays the same.
+# nats (natural logarithms); *same best token* is how often both would choose the same one; *greedy
+# tokens* is how long a greedy answer stays the same. `A/B` has layers in A and the head in B; `int4`
+# alone has its head in q8_0. Only the weights were rounded for this table, not the rows.
 #
 # * `int4` loses nothing here, and that is no magic: these weights *come* from a 4-bit file, so they lie
-#   on that grid already. To see what 4 bits cost a model that does not, the channels were scaled anew
-#   and regrouped, which changes nothing in fp32, but moves every weight off the grid. Rounding to the
-#   nearest then costs this small model dearly.
+#   on that grid already, and every one of them was given back exactly (its line follows from that). To
+#   see what 4 bits cost a model that does not, the channels were put in another order, with the rows
+#   and columns that belong to them: fp32 computes the same, but other weights now share a group of
+#   32, and most no longer lie on its grid. Rounding to the nearest then costs this small model dearly.
 # * `int4/int4` rounds the head, too. The head is a fifth of this model's weights, and its error goes
 #   straight into the logits.
 # * `gptq` (Frantar et al. 2023) looks at what the model computes on some text, and rounds each weight so
 #   that it makes up for the errors of those before it. AWQ (Lin et al. 2024) and llama.cpp's
 #   importance matrix use the same knowledge in other ways: what meets large activations must be kept
-#   more exactly.
+#   more exactly. Its weights are *further* from fp32 than the nearest ones, and its answers are much
+#   nearer: what counts is not the weight but what it does.
 #
 # ## 4. From plain torch to 4 bits
 #
@@ -320,7 +336,8 @@ guess.compare("waterfall", alone[names[0]].step_s / alone[names[3]].step_s, "tim
 # kernels can do. From there on only bytes help much. From the second bar to the last they fall to a sixth, and the
 # time follows, not quite: the smaller the weights, the more of the step is something else (attention, K
 # and V, the norms, choosing the token, and the engine around it, which is still Python). This is
-# Amdahl's law, and it is why "4 bits are 8 times as fast as 32" is not what anybody measures.
+# Amdahl's law, and it is why "4 bits are 8 times as fast as 32" is not what anybody measures. (The last
+# bar is not free: rounding the head costs 6.6% of perplexity by the table above. The bar before it is.)
 #
 # ## 5. A kernel by you
 #
@@ -343,8 +360,8 @@ guess.compare("waterfall", alone[names[0]].step_s / alone[names[3]].step_s, "tim
 #
 # You need `tl.load(pointer + offsets, mask=...)`, `tl.store(pointer + offsets, values, mask=...)`,
 # `tl.exp`, and `.to(tl.float32)`. SiLU is `g / (1 + exp(-g))`. Three traps: the last block of a row may
-# be only partly *in* the row; rows of `x` may be further apart than they are long; and in fp16 `exp`
-# overflows soon.
+# be only partly *in* the row; rows of `x` may be further apart than they are long; and `exp` wants
+# fp32, so convert first.
 
 # %%
 from pdlab.workbench.speed_experiments import triton_language
@@ -376,7 +393,8 @@ def kernel_check():
 
 # %% [markdown]
 # (The check runs your kernel on the CPU, in Triton's *interpreter*, which takes your programs one after
-# the other. It is slow and exact enough to find every mistake but those of speed.)
+# the other. It finds wrong results and stray writes; not a load beyond a row, an overflow of 32-bit
+# offsets, or what only the GPU's compiler refuses.)
 #
 # <details><summary>Solution</summary>
 #
@@ -413,8 +431,8 @@ print("a thread has at most 255 registers   as compiled, no GPU")
 
 # %% [markdown]
 # *Spilled* is what did not fit into registers and goes to memory and back: a kernel that spills can be
-# slower than the operators it replaces. Yours is the smallest of all: it does little with each number,
-# and its speed is that of the memory. (`sm_80` is an A100, `sm_90` an H100.)
+# slower than the operators it replaces. `silu-mul` is the engine's version of yours, among the smallest: it
+# does little with each number, and its speed is that of the memory. (`sm_80` is an A100, `sm_90` an H100.)
 #
 # ## 6. Every point under one roof
 #
@@ -445,6 +463,9 @@ answer = "longer" if ratio > 1.2 else "about as long" if ratio > 0.8 else answer
 guess.compare("prompt", answer, note=f"To be exact: {ratio:.2f} times as long.")
 
 # %% [markdown]
+# Differences below a fifth mean nothing here. And above 16 rows "compiled, fp32" *is* torch: the engine
+# leaves such steps to it.
+#
 # * **Batch 1** (circles) climbs along the slope. Fewer bytes for the same FLOPs: the point moves to the
 #   right *and* up, since on the slope FLOP/s follow the bytes.
 # * **A larger batch** does the same by other means: more FLOPs for the same bytes.
@@ -464,7 +485,8 @@ guess.compare("prompt", answer, note=f"To be exact: {ratio:.2f} times as long.")
 # * *"int4 is 8 times as fast."* It has a sixth of the bytes (scales count, and the head), and gains less
 #   than that in decode. At a batch of 8 and more, and in prefill, int8 was faster here.
 # * *"Kernels matter only on GPUs."* Section 2 was a CPU.
-# * *"`torch.compile` solves it."* It takes what it can see. Here that gained nothing.
+# * *"`torch.compile` solves it."* It takes what it can see. On the recorded machine
+#   that was less than its guards cost.
 # * *"Quantized models are worse."* Depends on bits, groups and method: the table in section 3 has
 #   everything from no loss at all to a loss you would notice.
 #
@@ -534,8 +556,8 @@ def turning_check():
 # <details><summary>Solution</summary>
 #
 # `bits / 8 / bandwidth_bytes_s * madds_s`: seconds to read a weight, times multiply-adds in a second.
-# Compare with what section 3 measured. Where int8 turns later than predicted, its arithmetic is faster
-# than that of fp32; where earlier, slower.
+# Compare with what section 3 measured: all formats may turn later than predicted, since a single row
+# does not read at the full bandwidth. To compare the arithmetic itself, look at what one more row costs.
 #
 # </details>
 
@@ -545,15 +567,15 @@ def turning_check():
 # * **Launches.** vLLM captures whole decode steps as CUDA graphs, one for each of a list of batch
 #   sizes, and pieces between the attention calls for mixed batches; the pieces come from
 #   `torch.compile`, which also fuses them (*vLLM: CUDA Graphs*, *torch.compile integration*).
-#   TensorRT-LLM does likewise (*Torch Compile & Piecewise CUDA Graph*).
+#   TensorRT-LLM can do likewise (*Torch Compile & Piecewise CUDA Graph*).
 # * **Attention.** FlashAttention (Dao et al. 2022) never writes the matrix of scores to memory:
 #   fusion once more. FlashInfer (Ye et al. 2025) has such kernels for paged K and V, many formats and
 #   batch shapes.
 # * **Four bits on GPUs.** Marlin (Frantar et al. 2024) multiplies fp16 rows with int4 weights, close
 #   to the ideal 4 times the speed of fp16 up to batches of 16 to 32, and less beyond: the turning point
-#   of exercise 3. Weights come from GPTQ (Frantar et al. 2023) or AWQ (Lin et al. 2024), in groups of 128.
+#   of exercise 3. Weights come from GPTQ (Frantar et al. 2023) or AWQ (Lin et al. 2024), usually in groups of 128.
 # * **On CPUs.** llama.cpp rounds rows to int8 in blocks of 32 and multiplies them with the blocks of
-#   the file; its k-quants put groups into super-blocks of 256, and an *importance matrix* from
+#   the file; its k-quants have super-blocks of 256, for the rows too, and an *importance matrix* from
 #   a calibration text weighs the errors (*tools/imatrix*). ONNX Runtime's `MatMulNBits` has the
 #   same choice as a parameter, `accuracy_level`: 4 allows int8 rows.
 # * **In the open.** `pdlab bench` compares this engine's modes with such peers on your machine.
