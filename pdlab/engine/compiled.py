@@ -42,12 +42,8 @@ def why_not(model: Model, config: EngineConfig) -> str | None:
         return f"Numba, which compiles it, is not installed, or turned off by {VARIABLE}=torch"
     if decoder.device.type != "cpu" or decoder.dtype is not torch.float32:
         return f"it computes in fp32 on the CPU, the model is {decoder.dtype} on {decoder.device}"
-    if config.exact:
-        return "exact=True has its own order of sums"
-    if config.heavy_tokens:
-        return f"heavy_tokens={config.heavy_tokens} needs the weights of attention, of each step"
-    if config.attention_backend not in ("auto", "torch"):
-        return f"attention_backend={config.attention_backend!r} is torch's"
+    if reason := config.needs_torch:
+        return reason
     if model.config.output_bias or model.config.mlp_bias:
         return f"{model.name} has biases behind attention or MLP"
     from pdlab_kernels.cpu.decoder import why_not as why_not_shape
@@ -75,7 +71,6 @@ class CompiledForward:
 
         _compile_kernels()
         decoder = model.decoder
-        self.cache = cache
         self.windows = list(dict.fromkeys(windows))
         packed = model.packed or pack_decoder(decoder, "fp32")
         self.decoder = CompiledDecoder(

@@ -162,6 +162,17 @@ class EngineConfig:
         """Most tokens of one sequence in one step."""
         return min(self.chunk_size or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
+    @property
+    def needs_torch(self) -> str | None:
+        """Which knob asks for what only torch's operators do; None if none does."""
+        if self.exact:
+            return "exact=True has its own order of sums"
+        if self.heavy_tokens:
+            return f"heavy_tokens={self.heavy_tokens} needs the weights of attention, of each step"
+        if self.attention_backend not in ("auto", "torch"):
+            return f"attention_backend={self.attention_backend!r} is torch's"
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """As JSON knows it."""
         return asdict(replace(self, policy="fcfs")) | {"policy": str(as_policy(self.policy))}

@@ -44,12 +44,8 @@ def why_not(model: Model, config: EngineConfig) -> str | None:
     """
     if find_spec("triton") is None:
         return "Triton is not installed"
-    if config.exact:
-        return "exact=True has its own order of sums"
-    if config.heavy_tokens:
-        return f"heavy_tokens={config.heavy_tokens} needs the weights of attention, of each step"
-    if config.attention_backend not in ("auto", "torch"):
-        return f"attention_backend={config.attention_backend!r} is torch's"
+    if reason := config.needs_torch:
+        return reason
     if model.packed:
         return f"its matrix products are of floats, the model's weights are {model.weights}"
     if config.kv_head_groups > 1:
