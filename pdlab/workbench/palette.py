@@ -48,7 +48,7 @@ STAGE: dict[str, str] = {
     "output": "#B39DDB",
     "mlp": "#DCCD7D",
     "logits": "#C26A77",
-    "forward": "#5D7FA9",
+    "forward": "#587AA4",
     "probe": "#D9D2E4",
     "sample": "#7E8894",
     "deliver": "#59626E",
