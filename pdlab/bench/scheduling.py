@@ -129,10 +129,9 @@ class _Bookkeeper(IdleRunner):
     def run(self, batch: ScheduledBatch, clock: StageClock, step: int) -> StepOutput:
         prepare(batch, self.block_size)
         clock.lap("prepare")
-        drawers = [drawer for part in batch.scheduled for drawer in part.drawers]
         sampled = {
             drawer.sequence_id: [self.drawn[(step + i) % CANDIDATES_DRAWN]]
-            for i, drawer in enumerate(drawers)
+            for i, drawer in enumerate(batch.drawers)
         }
         clock.lap("sample")
         return StepOutput(sampled)

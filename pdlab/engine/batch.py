@@ -31,10 +31,10 @@ def prepare(batch: ScheduledBatch, block_size: int) -> BatchInputs:
     positions: list[int] = []
     slots: list[int] = []
     starts = [0]
-    sample_rows = []
+    sample_rows: list[int] = []
     for part in batch.scheduled:
         table = part.sequence.block_table
-        token_ids += part.sequence.token_ids[part.start : part.end]
+        token_ids += part.token_ids
         positions += range(part.start, part.end)
         slots += [
             table[p // block_size] * block_size + p % block_size
@@ -42,7 +42,7 @@ def prepare(batch: ScheduledBatch, block_size: int) -> BatchInputs:
         ]
         starts.append(len(token_ids))
         if part.samples:
-            sample_rows.append(len(token_ids) - 1)
+            sample_rows += range(len(token_ids) - 1 - len(part.draft), len(token_ids))
     attention = AttentionInputs(
         query_starts=starts,
         context_lens=[part.end for part in batch.scheduled],

@@ -135,7 +135,7 @@ class BeamSearch:
         beams = self.scheduler.running
         self._count_blocks(beams)
         self.runner.commit()
-        self.scheduler.update(batch, {beam.sequence_id: [] for beam in beams})
+        self.scheduler.update(batch)
         if not best:
             return None
         num_tokens = len(self.steps) + 1
@@ -243,7 +243,8 @@ def beam_search(
 
     Raises:
         ValueError: an argument is out of range, the configuration does not fit the model or has
-            `heavy_tokens`, or the prompt is empty, too long, or needs more than `num_blocks`.
+            `heavy_tokens` or `speculation`, or the prompt is empty, too long, or needs more than
+            `num_blocks`.
     """
     require_bool("progress", progress)
     search = BeamSearch(
@@ -337,4 +338,9 @@ def _check_beams(model: Model, config: EngineConfig, beam_width: int) -> None:
         raise ValueError(
             f"heavy_tokens={config.heavy_tokens} must be 0 in beam search: which blocks stay would "
             "depend on what each beam looked at, and beams share their blocks"
+        )
+    if config.speculation:
+        raise ValueError(
+            f"speculation={config.speculation!r:.60} must be None in beam search: a draft guesses "
+            "the most probable text, and beams go the others"
         )

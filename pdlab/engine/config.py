@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pdlab.attention import BACKENDS
+from pdlab.engine.drafting import Speculation
 from pdlab.engine.policies import Policy, as_policy
 from pdlab.kvcache import parse_kv_format
 from pdlab.requirements import (
@@ -91,6 +92,9 @@ class EngineConfig:
     max_phase_steps: int = 16
     """Most steps in a row that `prefill_first` and `decode_first` give to one phase while the other
     one waits."""
+    speculation: Speculation | None = None
+    """Who guesses tokens ahead, for the model to confirm several in a step: one of those in
+    `pdlab.speculate`, such as `pdlab.PromptLookup()`. None guesses nothing."""
     record_trace: bool = True
     """Keep every StepRecord in `engine.trace`."""
     top_k_recorded: int = 5
@@ -120,6 +124,10 @@ class EngineConfig:
         require_choice("constraint_backend", self.constraint_backend, CONSTRAINT_BACKENDS)
         require_choice("backend", self.backend, ("auto", "torch", "cpu", "triton"))
         require_choice("attention_backend", self.attention_backend, ("auto", *BACKENDS))
+        if not isinstance(self.speculation, Speculation | None):
+            raise ValueError(
+                f"speculation={self.speculation!r:.60} must be None or one of pdlab.speculate's"
+            )
         self._check_together()
 
     def _check_together(self) -> None:
@@ -140,6 +148,11 @@ class EngineConfig:
             raise ValueError(
                 f"heavy_tokens={self.heavy_tokens} cannot be exact: which tokens stay depends on "
                 "block size, chunks and preemption"
+            )
+        if self.heavy_tokens and self.speculation:
+            raise ValueError(
+                f"heavy_tokens={self.heavy_tokens} and speculation={self.speculation!r:.60} do not "
+                "go together: drafts that do not stand would have their say in which tokens stay"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
@@ -175,7 +188,10 @@ class EngineConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON knows it."""
-        return asdict(replace(self, policy="fcfs")) | {"policy": str(as_policy(self.policy))}
+        return asdict(replace(self, policy="fcfs", speculation=None)) | {
+            "policy": str(as_policy(self.policy)),
+            "speculation": self.speculation and repr(self.speculation),
+        }
 
 
 POSITIVE = (

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -21,6 +21,7 @@ from pdlab.engine import admission
 from pdlab.engine.admission import Prompt, PromptList
 from pdlab.engine.allocations import AllocationMeter
 from pdlab.engine.config import EngineConfig
+from pdlab.engine.drafting import Drafter, Outcome, check_draft
 from pdlab.engine.exactness import check_rows_are_alike
 from pdlab.engine.interrupts import undisturbed
 from pdlab.engine.moving import RequestState, Reservation
@@ -89,6 +90,9 @@ class Engine:
             model.tokenizer, model.config.vocab_size, config.constraint_backend
         )
         self.requests: dict[str, Request] = {}
+        self.drafter: Drafter | None = (
+            config.speculation.make(model, config) if config.speculation else None
+        )
         self._recorder = Recorder(model, memory, config)
         self._num_requests = 0
         self._seeds = random.Random(config.seed)
@@ -144,6 +148,7 @@ class Engine:
                 return None
             moves, self._moves = [*self._moves, *moves], []
             clock.lap("schedule")
+            self._draft(batch, clock)
             with self._metered() as activations:
                 output = self.runner.run(batch, clock, self._step)
             with undisturbed():
@@ -177,15 +182,17 @@ class Engine:
         if output.block_mass:
             for part in batch.scheduled:
                 part.sequence.add_mass(output.block_mass.get(part.sequence.sequence_id, []))
-        token_ids = {i: [s.token_id for s in drawn] for i, drawn in output.sampled.items()}
+        told = self._take(batch, output, start_s)
         residents = self._recorder.residents(self.scheduler, batch)
-        self._freed += self.scheduler.update(batch, token_ids)
-        spoken = self._deliver(batch, output, start_s)
+        self._freed += self.scheduler.update(batch)
+        spoken = {each.sample.sequence.sequence_id: self._deliver(each) for each in told}
         clock.lap("deliver")
+        wall_s = self.now_s() - start_s
+        self._learn(batch, output, clock.stage_s.get("draft", 0.0), wall_s)
         record = self._recorder.record(
             step=self._step,
             start_s=start_s,
-            wall_s=self.now_s() - start_s,
+            wall_s=wall_s,
             stage_s=clock.stage_s,
             batch=batch,
             output=output,
@@ -202,15 +209,27 @@ class Engine:
         self._require_open().note_change()
         return record
 
-    def _deliver(
-        self, batch: ScheduledBatch, output: StepOutput, start_s: float
-    ) -> dict[str, Spoken]:
-        """Hand the new tokens to their requests and end those sequences that are done.
+    def _draft(self, batch: ScheduledBatch, clock: StageClock) -> None:
+        """Let the drafter guess ahead for those that decode."""
+        if self.drafter is None:
+            return
+        parts, limits = self.scheduler.may_draft(batch)
+        if any(limits):
+            drafts = self.drafter.propose([part.sequence for part in parts], limits)
+            with undisturbed():
+                for part, limit, draft in zip(parts, limits, drafts, strict=True):
+                    check_draft(draft, limit, self.model.config.vocab_size)
+                    if draft:
+                        self.scheduler.add_draft(part, draft, batch)
+        clock.lap("draft")
 
-        Returns what became of the text, by sequence id.
+    def _take(self, batch: ScheduledBatch, output: StepOutput, start_s: float) -> list[_Told]:
+        """Append the new tokens to their sequences, up to that which ends one, and take their text.
+
+        `output.sampled` keeps what was taken.
         """
         now_s, longest = self.now_s(), admission.longest(self.config)
-        spoken: dict[str, Spoken] = {}
+        told = []
         for part in batch.scheduled:
             for sequence in [part.sequence, *part.forks]:
                 request, sample = self._find(sequence)
@@ -220,25 +239,56 @@ class Engine:
                     sample.metrics.num_cached_tokens = part.num_cached_tokens
                 if name in output.prompt_logprobs:
                     request.prompt_logprobs |= output.prompt_logprobs[name]
-                text = ""
-                for sampled in output.sampled.get(name, ()):
-                    text += request.release(sample.take(sampled, now_s))
+                told.append(each := _Told(request, sample))
+                drawn = output.sampled.get(name, [])
+                for i, sampled in enumerate(drawn, start=1):
+                    sequence.token_ids.append(sampled.token_id)
+                    each.text += request.release(sample.take(sampled, now_s))
                     limit = longest if not sequence.holds else sequence.num_tokens + 1
+                    each.holds = sequence.holds
                     if reason := sample.ending(limit):
-                        text += self._end(request, sample, reason)
-                    elif sequence.holds:
-                        self.scheduler.hold(sequence)
+                        each.reason = reason
+                        del drawn[i:]
+                        break
                 if error := output.failed.get(name):
-                    sample.error = error
-                    text += self._end(request, sample, "error")
-                spoken[name] = Spoken(text, sample.held, sample.stop_reason)
-                request.pause_if_unread()
-        return spoken
+                    sample.error, each.reason = error, "error"
+        return told
+
+    def _deliver(self, told: _Told) -> Spoken:
+        """End a sequence that is done; what became of its text."""
+        request, sample, sequence = told.request, told.sample, told.sample.sequence
+        text = told.text
+        if told.reason:
+            text += self._end(request, sample, told.reason)
+        elif told.holds:
+            self.scheduler.hold(sequence)
+        request.pause_if_unread()
+        return Spoken(text, sample.held, sample.stop_reason)
+
+    def _learn(
+        self, batch: ScheduledBatch, output: StepOutput, draft_s: float, wall_s: float
+    ) -> None:
+        """Tell of the drafts: those who made them, and those who asked for the text."""
+        outcomes = []
+        for part in batch.scheduled:
+            if num_drafted := len(part.draft):
+                taken = output.sampled.get(part.sequence.sequence_id, [])
+                outcomes.append(Outcome(part.sequence, num_drafted, max(0, len(taken) - 1)))
+                metrics = self._find(part.sequence)[1].metrics
+                metrics.num_draft_tokens += num_drafted
+                metrics.num_accepted_tokens += outcomes[-1].num_accepted
+        if self.drafter and (outcomes or draft_s):
+            self.drafter.learn(outcomes, draft_s, wall_s - draft_s)
 
     def _end(self, request: Request, sample: Sample, reason: FinishReason) -> str:
         """Finish one sequence: give its blocks back; returns the last of its text."""
-        self._freed += self.scheduler.finish(sample.sequence, reason)
+        self._finish(sample.sequence, reason)
         return request.release(sample.close())
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._freed += self.scheduler.finish(sequence, reason)
+        if self.drafter:
+            self.drafter.forget(sequence)
 
     def _find(self, sequence: Sequence) -> tuple[Request, Sample]:
         """The request and the sample that a sequence works for."""
@@ -490,7 +540,7 @@ class Engine:
         """
         with self._lock, undisturbed():
             sample = self._sample(request_id, SequenceState.HELD)
-            self._freed += self.scheduler.finish(sample.sequence, "moved")
+            self._finish(sample.sequence, "moved")
             del self.requests[request_id]
             self._require_open().note_change()
 
@@ -776,6 +826,8 @@ class Engine:
                 self.abort(request_id)
             self.memory.leave(self.config.max_num_seqs)
             self.memory = None
+            if self.drafter:
+                self.drafter.close()
             del self.runner
 
     def __enter__(self) -> Engine:
@@ -790,3 +842,17 @@ class Engine:
         if self.memory is None:
             raise RuntimeError("the engine is closed")
         return self.memory
+
+
+@dataclass(slots=True)
+class _Told:
+    """What a step told one of a request's samples."""
+
+    request: Request
+    sample: Sample
+    text: str = ""
+    """Released to the reader."""
+    reason: FinishReason | None = None
+    """Why it ends with this step, if it does."""
+    holds: bool = False
+    """Whether another engine goes on with it."""

@@ -149,13 +149,14 @@ class FakeRunner:
         inputs = prepare(batch, self.block_size)
         output = StepOutput({})
         rows = enumerate(inputs.slot_mapping)
-        hashes = [prefix_hashes(part.sequence.token_ids[: part.end]) for part in batch.scheduled]
-        for part, prefix in zip(batch.scheduled, hashes, strict=True):
+        texts = [p.sequence.token_ids[: p.start] + p.token_ids for p in batch.scheduled]
+        hashes = [prefix_hashes(token_ids) for token_ids in texts]
+        for part, token_ids, prefix in zip(batch.scheduled, texts, hashes, strict=True):
             for position in range(part.start, part.end):
                 row, slot = next(rows)
                 if inputs.positions[row] != position:
                     raise FakeKVError(f"row {row} has position {inputs.positions[row]}")
-                if inputs.token_ids[row] != part.sequence.token_ids[position]:
+                if inputs.token_ids[row] != token_ids[position]:
                     raise FakeKVError(f"row {row} has token {inputs.token_ids[row]}")
                 self.slots[slot] = prefix[position]
         if self.on_layer:
@@ -166,9 +167,18 @@ class FakeRunner:
             if inputs.attention.context_lens[i] != part.end:
                 raise FakeKVError(f"context of {inputs.attention.context_lens[i]} at {part.end}")
             for index, drawer in enumerate(part.drawers):
-                token_id = next_token(prefix[-1], self.vocab_size, index)
-                output.sampled[drawer.sequence_id] = [Sampled(token_id, 1.0, [])]
+                output.sampled[drawer.sequence_id] = self._draw(part, prefix, index)
         return output
+
+    def _draw(self, part: ScheduledSequence, prefix: list[int], index: int) -> list[Sampled]:
+        """The tokens after a part: those of its draft that are right, and one more."""
+        drawn: list[Sampled] = []
+        behind = prefix[len(prefix) - 1 - len(part.draft) :]
+        for value, guess in zip(behind, [*part.draft.token_ids, None], strict=True):
+            drawn.append(Sampled(next_token(value, self.vocab_size, index), 1.0, []))
+            if drawn[-1].token_id != guess:
+                break
+        return drawn
 
     def _check(self, part: ScheduledSequence, block_table: list[int], prefix: list[int]) -> None:
         """Every visible position's slot holds the hash of the prefix that ends there."""

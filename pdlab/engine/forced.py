@@ -71,6 +71,7 @@ class ForcedRun:
             max_num_seqs=1,
             max_num_batched_tokens=chunk_size,
             chunk_size=None,
+            speculation=None,
         )
         self.memory = admission.make_memory(model, self.config)
         self.runner = ModelRunner.of(model, self.memory, self.config)
@@ -133,7 +134,7 @@ class ForcedRun:
         self.runner.commit()
         if self.config.heavy_tokens:
             part.sequence.add_mass(mass.block_mass[part.sequence.sequence_id])
-        self.scheduler.update(batch, {part.sequence.sequence_id: []})
+        self.scheduler.update(batch)
         return hidden
 
     def _clear(self) -> None:

@@ -23,6 +23,10 @@ class RequestMetrics:
     """Preemptions that kept K and V in host memory."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache spared at the first admission."""
+    num_draft_tokens: int = 0
+    """Tokens that were guessed ahead and computed."""
+    num_accepted_tokens: int = 0
+    """Those of them that stood."""
 
     @property
     def queue_s(self) -> float | None:
@@ -64,4 +68,6 @@ class RequestMetrics:
             "num_output_tokens": self.num_output_tokens,
             "num_preemptions": self.num_preemptions,
             "num_swaps": self.num_swaps,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
         }

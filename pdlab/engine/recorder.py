@@ -15,15 +15,16 @@ from pdlab.engine.config import EngineConfig
 from pdlab.engine.output import StopReason
 from pdlab.engine.request import Request
 from pdlab.engine.runner import StepOutput
-from pdlab.engine.scheduler import ScheduledBatch, Scheduler
+from pdlab.engine.scheduler import ScheduledBatch, ScheduledSequence, Scheduler
 from pdlab.engine.sequence import Sequence
 from pdlab.kvcache import KVMemory
 from pdlab.machine import describe_machine
 from pdlab.models import Model
-from pdlab.sampling import SamplingParams
+from pdlab.sampling import Sampled, SamplingParams
 from pdlab.trace import (
     DROPPED,
     BlockMove,
+    DraftRecord,
     RequestRecord,
     Resident,
     SequenceRecord,
@@ -93,7 +94,7 @@ class Recorder:
 
     def residents(self, scheduler: Scheduler, batch: ScheduledBatch) -> list[Resident]:
         """Who holds blocks while the batch runs, and for how many tokens once it has."""
-        ends = {part.sequence.sequence_id: part.end for part in batch.scheduled}
+        ends = {part.sequence.sequence_id: part.kept_end for part in batch.scheduled}
         return [
             Resident(i := s.sequence_id, list(s.block_table), ends.get(i, s.num_computed_tokens))
             for s in scheduler.holders
@@ -214,9 +215,10 @@ def _sequence_records(
                 sequence_id=own.sequence_id,
                 phase=part.phase,
                 start=part.start,
-                token_ids=own.token_ids[part.start : part.end],
+                token_ids=own.token_ids[part.start : part.kept_end],
                 blocks_taken=part.blocks_taken,
                 num_cached_tokens=part.num_cached_tokens,
+                draft=_draft(part, output.sampled.get(own.sequence_id, [])),
                 **_drawn(own, output, spoken[own.sequence_id]),
             )
         )
@@ -235,6 +237,22 @@ def _sequence_records(
     return records
 
 
+def _draft(part: ScheduledSequence, sampled: list[Sampled]) -> DraftRecord | None:
+    """What became of a part's draft, by the tokens that were drawn."""
+    if not part.draft:
+        return None
+    proposed = None
+    if (q := part.draft.probabilities) is not None:
+        token_ids = torch.tensor(part.draft.token_ids, device=q.device)
+        proposed = q.gather(1, token_ids[:, None])[:, 0].tolist()
+    return DraftRecord(
+        token_ids=part.draft.token_ids,
+        num_accepted=max(0, len(sampled) - 1),
+        proposed=proposed,
+        probabilities=[s.proposed for s in sampled if s.proposed is not None],
+    )
+
+
 def _drawn(sequence: Sequence, output: StepOutput, spoken: Spoken) -> dict[str, Any]:
     """What a sequence put out in this step, as fields of its record."""
     drawn: dict[str, Any] = {
@@ -243,7 +261,7 @@ def _drawn(sequence: Sequence, output: StepOutput, spoken: Spoken) -> dict[str, 
         "finish_reason": sequence.finish_reason,
         "stop_reason": spoken.stop_reason,
     }
-    for sampled in output.sampled.get(sequence.sequence_id, ()):
+    for sampled in output.sampled.get(sequence.sequence_id, [])[-1:]:
         drawn |= {
             "sampled": sampled.token_id,
             "probability": sampled.probability,

@@ -22,7 +22,7 @@ from pdlab.engine.timing import StageClock
 from pdlab.engine.triton_forward import TritonForward
 from pdlab.kvcache import KVMemory, KVWriter, Release, Unpacker, Wire, WritePlan, pack
 from pdlab.models import Model
-from pdlab.sampling import Sampled, Sampler, TokenLogprobs, logprobs_of
+from pdlab.sampling import Sampled, Sampler, TokenLogprobs, logprobs_of, verify
 from pdlab.trace import BlockMove, Capture
 
 EXACT_ROW_TILE = 16
@@ -35,12 +35,13 @@ class StepOutput:
     """What a runner gives back for a batch.
 
     `sampled` has the new tokens by sequence id: of each scheduled sequence that is up to date, and
-    of those that fork off it. `logits` are the rows sampled from, one for each such scheduled
-    sequence, float32 [num_rows, vocab_size]; None where nothing is sampled or no model stands
-    behind the runner. A sequence in `failed` could not draw a token, and has none. `block_mass` is
-    the attention that each block of a sequence received, by sequence id, where the runner keeps
-    account of it. `prompt_logprobs` has, by sequence id and position, how probable the tokens of a
-    prompt were, where a request asks for that.
+    of those that fork off it; behind a draft there may be several. `logits` are the rows sampled
+    from, one for each such scheduled sequence and each token of its draft, float32 [num_rows,
+    vocab_size]; None where nothing is sampled or no model stands behind the runner. A sequence in
+    `failed` could not draw a token, and has none. `block_mass` is the attention that each block of
+    a sequence received, by sequence id, where the runner keeps account of it. `prompt_logprobs`
+    has, by sequence id and position, how probable the tokens of a prompt were, where a request asks
+    for that.
     """
 
     sampled: dict[str, list[Sampled]]
@@ -212,16 +213,18 @@ class ModelRunner:
         self, batch: ScheduledBatch, logits: Tensor, output: StepOutput, clock: StageClock
     ) -> None:
         """Draw from logits [rows, vocab_size]; a sequence that forks draws for each sample."""
-        drawers = [part.drawers for part in batch.scheduled if part.samples]
-        rows = [row for row, several in enumerate(drawers) for _ in several]
-        sequences = [sequence for several in drawers for sequence in several]
-        if len(rows) > len(logits):  # a row for each that draws from it
-            logits = logits[rows]
-        drawn = self.sampler.sample(logits, sequences)
-        for sequence, sampled in zip(sequences, drawn, strict=True):
-            if isinstance(sampled, ValueError):
-                output.failed[sequence.sequence_id] = sampled
-            output.sampled[sequence.sequence_id] = [sampled] if isinstance(sampled, Sampled) else []
+        parts = [part for part in batch.scheduled if part.samples]
+        sequences = [sequence for part in parts for sequence in part.drawers]
+        if len(sequences) > len(parts):  # those that fork have no draft, and draw from one row each
+            repeats = torch.tensor([len(p.drawers) for p in parts for _ in range(1 + len(p.draft))])
+            logits = logits.repeat_interleave(repeats.to(logits.device), dim=0)
+        drafts = [part.draft for part in parts for _ in part.drawers]
+        for sequence, verdict in zip(
+            sequences, verify(self.sampler, logits, sequences, drafts), strict=True
+        ):
+            output.sampled[sequence.sequence_id] = verdict.sampled
+            if verdict.error:
+                output.failed[sequence.sequence_id] = verdict.error
         clock.lap("sample")
 
     def compute(

@@ -10,7 +10,7 @@ policies may ask for.
 from __future__ import annotations
 
 from bisect import insort_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pdlab.engine.config import EngineConfig
@@ -19,12 +19,17 @@ from pdlab.engine.policies import Policy, PolicyError, QueueView, as_policy
 from pdlab.engine.sequence import Sequence, SequenceState
 from pdlab.engine.waiting import WaitingQueue
 from pdlab.kvcache import Hits, KVManager, blocks_for
+from pdlab.sampling import NO_DRAFT, Draft
 from pdlab.trace import Phase
 
 
 @dataclass(slots=True)
 class ScheduledSequence:
-    """A sequence's part of a step: its tokens `start` to `start + num_tokens - 1` are computed."""
+    """A sequence's part of a step: its tokens `start` to `start + num_tokens - 1` are computed.
+
+    The last of them may be a draft: tokens that the sequence does not have yet, and will have as
+    far as the step confirms them.
+    """
 
     sequence: Sequence
     start: int
@@ -37,10 +42,22 @@ class ScheduledSequence:
     """Further samples of the request that start from this part's last logits."""
     num_cached_tokens: int
     """Tokens before `start` that the prefix cache spared in this step."""
+    draft: Draft = NO_DRAFT
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def kept_end(self) -> int:
+        """`end` without the draft tokens that did not stand; once the sequence has its new tokens,
+        the last of which is not computed."""
+        return max(self.start + 1, self.sequence.num_tokens - 1) if self.draft else self.end
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens to be computed; to be asked before the sequence has its new ones."""
+        return self.sequence.token_ids[self.start : self.end] + self.draft.token_ids
 
     @property
     def prompt_positions(self) -> range:
@@ -54,7 +71,7 @@ class ScheduledSequence:
     @property
     def num_logit_rows(self) -> int:
         """Tokens of this part whose logits are computed."""
-        return len(self.prompt_positions) + self.samples
+        return len(self.prompt_positions) + self.samples + len(self.draft)
 
     @property
     def drawers(self) -> list[Sequence]:
@@ -84,6 +101,11 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         return sum(s.num_tokens for s in self.scheduled)
+
+    @property
+    def drawers(self) -> list[Sequence]:
+        """All who draw a next token."""
+        return [drawer for part in self.scheduled for drawer in part.drawers]
 
 
 class Scheduler:
@@ -130,6 +152,7 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_phase_steps = config.max_phase_steps
         self.chunk_size = config.largest_chunk
+        self.max_model_len = config.max_model_len
         self.blocks_kept_free = int(config.watermark * kv.pool.num_blocks)
         self.swaps = swaps
         self.waiting = WaitingQueue(self.policy, config.max_overtakes)
@@ -260,23 +283,52 @@ class Scheduler:
             return waits or any(not s.paused for s in self.waiting)
         return False
 
-    def update(self, batch: ScheduledBatch, sampled: Mapping[str, list[int]]) -> list[int]:
-        """Book what a step computed.
+    # --- drafts -----------------------------------------------------------------------------------
 
-        Args:
-            sampled: new tokens by sequence id; none for a prompt that goes on.
+    def may_draft(self, batch: ScheduledBatch) -> tuple[list[ScheduledSequence], list[int]]:
+        """Whose draft the batch could take, and how many tokens each.
+
+        A draft gets what nobody else needs: budget that is left, free blocks, and no more tokens
+        than the sequence may still have behind the one that this step gives it anyhow.
+        """
+        parts = [p for p in batch.scheduled if p.phase == "decode" and p.samples]
+        share = batch.budget // len(parts) if parts else 0
+        return parts, [min(share, self._draft_room(part.sequence)) for part in parts]
+
+    def _draft_room(self, sequence: Sequence) -> int:
+        left = sequence.params.max_tokens - sequence.num_output_tokens
+        if self.max_model_len is not None:
+            left = min(left, self.max_model_len - sequence.num_tokens)
+        return max(0, min(left - 1, self.kv.draft_room(sequence)))
+
+    def add_draft(self, part: ScheduledSequence, draft: Draft, batch: ScheduledBatch) -> None:
+        """Let a part of the batch compute a draft, as far as there are blocks."""
+        sequence, size = part.sequence, self.kv.pool.block_size
+        slots = (len(sequence.block_table) + self.kv.pool.num_free) * size
+        part.draft = draft.cut(slots - part.end)
+        part.num_tokens += len(part.draft)
+        batch.budget -= len(part.draft)
+        part.blocks_taken += self.kv.grow(sequence, part.num_tokens)
+
+    # --- what was computed ------------------------------------------------------------------------
+
+    def update(self, batch: ScheduledBatch) -> list[int]:
+        """Book what a step computed; the sequences have their new tokens.
 
         Returns:
-            the blocks that fell out of a window and are free now.
+            the blocks that fell out of a window, or held but drafts that did not stand, and are
+            free now.
         """
         self._num_phase_steps = self._num_phase_steps + 1 if batch.made_wait else 0
         freed: list[int] = []
         size, drops = self.kv.pool.block_size, self.kv.retention.window is not None
         for part in batch.scheduled:
             sequence = part.sequence
-            sequence.num_computed_tokens = part.end
+            sequence.num_computed_tokens = part.kept_end
             sequence.num_cached_tokens = 0
-            if part.end // size > len(sequence.prefixes):
+            if part.kept_end < part.end:
+                freed += self.kv.rewind(sequence)
+            if part.kept_end // size > len(sequence.prefixes):
                 self.kv.register(sequence)
             if drops:
                 freed += self.kv.drop_unseen(sequence)
@@ -284,7 +336,6 @@ class Scheduler:
                 self._seat(part.forks, behind=sequence)
             if part.samples:
                 for drawer in (sequence, *part.forks):
-                    drawer.token_ids += sampled[drawer.sequence_id]
                     drawer.state = SequenceState.RUNNING
         return freed
 

@@ -59,6 +59,7 @@ class Retention:
 
 
 KEEP_ALL = Retention()
+NO_LIMIT = 2**31
 MISSING = -2
 """Stands for a block that is not cached where it would be needed."""
 
@@ -258,6 +259,25 @@ class KVManager:
         del holder.prefixes[index:]
         holder.block_table += new
         return taken
+
+    def draft_room(self, holder: Holder) -> int:
+        """How many tokens may be computed behind the next one that may have to be rewound.
+
+        Where blocks cannot be rewritten, none of them may fill its block.
+        """
+        size = self.pool.block_size
+        return size - 2 - holder.num_computed_tokens % size if not self.rewrites else NO_LIMIT
+
+    def rewind(self, holder: Holder) -> list[int]:
+        """Give back the blocks behind the computed tokens; returns those now free.
+
+        For a sequence whose last tokens are taken back: what their slots hold is written again, and
+        by then nobody has read it.
+        """
+        kept = blocks_for(holder.num_computed_tokens, self.pool.block_size)
+        behind = holder.block_table[kept:]
+        del holder.block_table[kept:]
+        return self._free(behind[::-1])
 
     def register(self, holder: Holder) -> None:
         """Let others find the blocks that have become full."""

@@ -19,11 +19,14 @@ from pdlab.sampling.sampler import (
     uniform,
 )
 from pdlab.sampling.tally import Tally
+from pdlab.sampling.verify import NO_DRAFT, Draft, Verdict, verify
 
 __all__ = [
     "CHAIN",
     "CONSTRAINT_BACKENDS",
+    "NO_DRAFT",
     "Compiler",
+    "Draft",
     "Drawer",
     "LogitsProcessor",
     "Logprob",
@@ -34,9 +37,11 @@ __all__ = [
     "SamplingParams",
     "Tally",
     "TokenLogprobs",
+    "Verdict",
     "draw",
     "logprobs_of",
     "mix",
     "run_chain",
     "uniform",
+    "verify",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,6 +53,19 @@ class Sampled:
     num_allowed: int | None = None
     """Tokens that could have been drawn; None where nobody counted."""
     logprobs: TokenLogprobs | None = None
+    proposed: float | None = None
+    """The probability of the token that was proposed in its place, if one was."""
+
+
+class Proposal(NamedTuple):
+    """A token that somebody else named for a row."""
+
+    token_id: int
+    probabilities: Tensor | None = None
+    """The distribution that it was drawn from, float32 [vocab_size]; None if it was chosen."""
+
+
+NO_PROPOSALS: Mapping[int, Proposal] = {}
 
 
 class Sampler:
@@ -66,8 +80,16 @@ class Sampler:
         self.top_k_recorded = top_k_recorded
         self._survey = survey
 
-    def sample(self, logits: Tensor, drawers: Sequence[Drawer]) -> list[Sampled | ValueError]:
+    def sample(
+        self,
+        logits: Tensor,
+        drawers: Sequence[Drawer],
+        proposals: Mapping[int, Proposal] = NO_PROPOSALS,
+    ) -> list[Sampled | ValueError]:
         """logits: [len(drawers), vocab_size]. A row that nothing can be drawn from gives an error.
+
+        A row keeps the token that was drawn for it elsewhere as often as its own distribution
+        allows; see `keep`. One that was chosen changes nothing.
 
         It costs one pass for the probabilities, one for their sums, and what the rows ask for; a
         `survey` does both where all rows are greedy. Its probabilities may differ from torch's in
@@ -79,6 +101,7 @@ class Sampler:
         else:
             probabilities = processed.softmax(dim=-1)
             token_ids = draw(probabilities, drawers)
+            keep(token_ids, probabilities, drawers, proposals)
             if any(greedy := [drawer.params.greedy for drawer in drawers]):
                 best = processed.argmax(dim=-1)
                 token_ids = torch.where(torch.tensor(greedy, device=best.device), best, token_ids)
@@ -86,11 +109,21 @@ class Sampler:
             top = most_probable(probabilities, self.top_k_recorded)
             num_allowed = (processed > -torch.inf).sum(dim=-1).tolist()
         logprobs = _logprobs(logits, token_ids, drawers)
+        proposed = {
+            row: chosen[row] * math.exp(processed[row, named] - processed[row, token_ids[row]])
+            for row, (named, _) in proposals.items()
+        }
         results: list[Sampled | ValueError] = []
         for row, drawer in enumerate(drawers):
             if chosen[row] > 0:
-                token_id = int(token_ids[row])
-                sampled = Sampled(token_id, chosen[row], top[row], num_allowed[row], logprobs[row])
+                sampled = Sampled(
+                    int(token_ids[row]),
+                    chosen[row],
+                    top[row],
+                    num_allowed[row],
+                    logprobs[row],
+                    proposed.get(row),
+                )
                 results.append(errors.get(row, sampled))
             else:  # NaN too
                 results.append(errors.get(row) or _why_nothing(drawer, processed[row]))
@@ -116,6 +149,36 @@ def draw(probabilities: Tensor, drawers: Sequence[Drawer]) -> Tensor:
     darts = [uniform(drawer.seed, drawer.num_output_tokens) for drawer in drawers]
     places = torch.tensor(darts, dtype=torch.float64, device=edges.device)[:, None] * edges[:, -1:]
     return torch.searchsorted(edges, places, right=True)[:, 0].clamp_(max=edges.shape[-1] - 1)
+
+
+COIN = 0x2545F4914F6CDD1D
+"""Makes of a request's seed another one: what decides whether a proposal stands must not depend on
+the number that draws the token in its place."""
+
+
+def keep(
+    token_ids: Tensor,
+    probabilities: Tensor,
+    drawers: Sequence[Drawer],
+    proposals: Mapping[int, Proposal],
+) -> None:
+    """Put tokens that were drawn before into `token_ids` [num_rows], as often as p, each row's
+    distribution, allows.
+
+    x from q stands with probability min(1, p(x) / q(x)). Where it does not, the token is drawn from
+    max(0, p - q), so that both ways together give p (Leviathan et al. 2023, appendix A.1).
+    """
+    for row, (proposed, q) in proposals.items():
+        if q is None:
+            continue
+        p, drawer = probabilities[row], drawers[row]
+        coin = uniform(drawer.seed ^ COIN, drawer.num_output_tokens)
+        if coin * float(q[proposed]) < float(p[proposed]):
+            token_ids[row] = proposed
+            continue
+        rest = (p - q.to(p)).clamp_(min=0)
+        if rest.any():  # or p and q are the same but for rounding
+            token_ids[row] = draw(rest[None], [drawer])[0]
 
 
 def most_probable(probabilities: Tensor, k: int) -> list[list[Candidate]]:

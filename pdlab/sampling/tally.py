@@ -29,6 +29,13 @@ class Tally:
                 self._counts[place] += 1
         self._num_synced = len(token_ids)
 
+    def fork(self) -> Tally:
+        """An independent copy, to go on from here."""
+        copy = Tally(self._num_prompt)
+        copy._num_synced, copy._places = self._num_synced, dict(self._places)
+        copy._token_ids, copy._counts = self._token_ids.clone(), self._counts.clone()
+        return copy
+
     @property
     def token_ids(self) -> Tensor:
         """The distinct tokens, in order of appearance, [num_distinct]."""

@@ -41,11 +41,28 @@ class BlockMove(NamedTuple):
 
 
 @dataclass(slots=True)
+class DraftRecord:
+    """Tokens that were guessed ahead, computed in the step, and how many of them stood.
+
+    The first `num_accepted` are part of the output. Behind them stands the record's `sampled`.
+    """
+
+    token_ids: list[int]
+    num_accepted: int
+    proposed: list[float] | None
+    """The probability of each in the distribution it was drawn from; None if they were chosen."""
+    probabilities: list[float]
+    """Of each that was looked at, those that stood and the first that did not, in the distribution
+    that the model draws from."""
+
+
+@dataclass(slots=True)
 class SequenceRecord:
     """What one sequence did in one step.
 
-    The step computed K and V for `token_ids`, which stand at positions `start` to `end - 1`.
-    `sampled` is the token drawn from the last of them, or None when this was not the last chunk.
+    The step computed K and V for `token_ids`, which stand at positions `start` to `end - 1`, and
+    for the tokens of a draft that did not stand. `sampled` is the token drawn from the last of
+    them, or None when this was not the last chunk.
     Where a request asks for several samples, the sequences that fork off in this step have records
     of their own: no tokens computed, a first token sampled, and `forked_from`.
     """
@@ -73,10 +90,24 @@ class SequenceRecord:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it, or `constraint`."""
+    draft: DraftRecord | None = None
+
+    @property
+    def put_out(self) -> list[int]:
+        """The tokens of the output that this step gave, in order."""
+        accepted = self.draft.token_ids[: self.draft.num_accepted] if self.draft else []
+        return accepted if self.sampled is None else [*accepted, self.sampled]
+
+    @property
+    def num_drawn(self) -> int:
+        """Places at which the model drew a token, or would have done."""
+        return (self.sampled is not None) + (len(self.draft.token_ids) if self.draft else 0)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
+        """Tokens computed, those of a draft that did not stand among them."""
+        rejected = len(self.draft.token_ids) - self.draft.num_accepted if self.draft else 0
+        return len(self.token_ids) + rejected
 
     @property
     def end(self) -> int:
@@ -110,9 +141,9 @@ class StepRecord:
     """Start of the step, in seconds since the engine was made."""
     wall_s: float
     stage_s: dict[str, float]
-    """Wall time by stage. The engine's own: schedule, prepare, sample, deliver; the model's: embed,
-    qkv, attention, output (attention's projection), mlp, logits; or forward, all of them but logits
-    in one, where a CUDA graph was replayed; probe, where one looked in."""
+    """Wall time by stage. The engine's own: schedule, draft, prepare, sample, deliver; the model's:
+    embed, qkv, attention, output (attention's projection), mlp, logits; or forward, all of them but
+    logits in one, where a CUDA graph was replayed; probe, where one looked in."""
     sequences: list[SequenceRecord]
     residents: list[Resident]
     waiting: list[str]

@@ -14,6 +14,7 @@ from pdlab.trace.records import (
     BlockMove,
     Candidate,
     Capture,
+    DraftRecord,
     RequestRecord,
     Resident,
     SequenceRecord,
@@ -54,8 +55,7 @@ class Trace:
 
     def output_ids(self, sequence_id: str) -> list[int]:
         """Token ids sampled for one sequence, in order."""
-        pairs = self.sequence_steps(sequence_id)
-        return [s.sampled for _, s in pairs if s.sampled is not None]
+        return [token for _, s in self.sequence_steps(sequence_id) for token in s.put_out]
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write JSON, compressed when the name ends in .gz."""
@@ -103,7 +103,14 @@ class Trace:
 
 def _step(raw: dict[str, Any]) -> StepRecord:
     sequences = [
-        SequenceRecord(**s | {"top": [Candidate(*c) for c in s["top"]]}) for s in raw["sequences"]
+        SequenceRecord(
+            **s
+            | {
+                "top": [Candidate(*c) for c in s["top"]],
+                "draft": DraftRecord(**s["draft"]) if s.get("draft") else None,
+            }
+        )
+        for s in raw["sequences"]
     ]
     residents = [Resident(**r) for r in raw["residents"]]
     moves = [BlockMove(*m) for m in raw["moves"]]

@@ -101,7 +101,7 @@ def _step_frame(trace: Trace, sequence_id: str, step: StepRecord, previous: Fram
         "computed": computed,
         "cached": _cached(mine, previous, computed),
         "forked_from": mine.forked_from if mine else None,
-        "known": previous["known"] + (mine is not None and mine.sampled is not None),
+        "known": previous["known"] + (len(mine.put_out) if mine else 0),
         "sampled": previous["known"] if mine and mine.sampled is not None else None,
         "finish_reason": mine.finish_reason if mine else None,
         "top": _candidates(trace, mine),

@@ -77,7 +77,7 @@ def stage_floors_s(trace: Trace, record: StepRecord, hardware: Hardware) -> dict
     weights; attention reads and writes the KV bytes.
     """
     dtype = trace_dtype(trace)
-    sampled = sum(s.sampled is not None for s in record.sequences)
+    sampled = sum(s.num_drawn for s in record.sequences)
     floors: dict[str, float] = {}
     for stage, flops in record.flops.items():
         if stage == "attention":

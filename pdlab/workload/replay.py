@@ -323,7 +323,7 @@ class _EngineSession(ReplaySession[Engine]):
         span = span_of(record, self.start_s, self.server.config.num_blocks)
         self.steps.append(span)
         ours = [s for s in record.sequences if s.sequence_id in self.live]
-        self.num_tokens = sum(sequence.sampled is not None for sequence in ours)
+        self.num_tokens = sum(len(sequence.put_out) for sequence in ours)
         for sequence in ours:
             if sequence.finish_reason is not None:
                 self.collect(sequence.sequence_id, span.end_s)

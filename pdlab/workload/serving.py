@@ -178,8 +178,8 @@ def _book(step: StepRecord, requests: dict[str, ServedRequest], start_s: float) 
         if metrics.first_scheduled_s is None:
             metrics.first_scheduled_s = step.start_s - start_s
             metrics.num_cached_tokens = record.num_cached_tokens
-        if record.sampled is not None:
-            metrics.token_times_s.append(step.start_s + step.wall_s - start_s)
+        end_s = step.start_s + step.wall_s - start_s
+        metrics.token_times_s += [end_s] * len(record.put_out)
         request.finish_reason = record.finish_reason or request.finish_reason
     for name in step.preempted:
         requests[name].metrics.num_preemptions += 1

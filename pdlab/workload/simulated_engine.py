@@ -159,11 +159,13 @@ class SimulatedEngine:
         plan = self._plan
         if plan is None or now_s != plan.ends_s[-1]:
             raise ValueError(f"now_s={now_s}: what is under way ends at {self.end_s}")
-        self._plan, num_free, drawn = None, self.pool.num_free, [TOKEN]
+        self._plan, num_free = None, self.pool.num_free
         if plan.is_leap:
             self.scheduler.repeat(plan.batch, len(plan.ends_s), TOKEN)
         else:
-            self.scheduler.update(plan.batch, dict.fromkeys(plan.sampled, drawn))
+            for drawer in plan.batch.drawers:
+                drawer.token_ids.append(TOKEN)
+            self.scheduler.update(plan.batch)
         outcome = Outcome(self._span(plan, num_free), plan.sampled, plan.ends_s)
         self._hand_out(outcome)
         changes = plan.is_leap or plan.shape.num_prompts or outcome.ended or outcome.held

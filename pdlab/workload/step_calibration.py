@@ -160,8 +160,7 @@ class IdleRunner:
     def run(self, batch: ScheduledBatch, clock: StageClock, step: int) -> StepOutput:
         """A token for each sequence that is up to date."""
         token = Sampled(0, 1.0, [])
-        drawers = [drawer for part in batch.scheduled for drawer in part.drawers]
-        return StepOutput({drawer.sequence_id: [token] for drawer in drawers})
+        return StepOutput({drawer.sequence_id: [token] for drawer in batch.drawers})
 
 
 @contextmanager

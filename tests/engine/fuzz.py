@@ -22,6 +22,8 @@ from pdlab.costmodel import Hardware
 from pdlab.engine import Priority
 from pdlab.engine.config import BATCHING_MODES
 from pdlab.engine.fake import expected_tokens
+from pdlab.engine.sequence import Sequence
+from tests.engine.guessing import Guess
 from tests.engine.promises import (
     Before,
     CheckedRunner,
@@ -81,6 +83,7 @@ class Driver:
         self.rng = rng
         config = random_config(rng)
         configs = [config] + [other_config(config, rng)] * (rng.random() < 0.25)
+        configs = [speculating(each, rng) for each in configs]
         model, hardware = random_model(CONFIG), random_hardware(rng)
         self.memory = Engine.memory_for(model, config, len(configs))
         self.manager = self.memory.manager
@@ -127,6 +130,9 @@ class Driver:
             assert not desk.engine.requests
             assert desk.engine.step() is None
             desk.engine.close()
+            if drafter := desk.engine.drafter:
+                assert not drafter.seen, "the drafter was not told of an end"
+                assert drafter.closed
         assert self.memory.num_engines == 0
 
     # --- what happens ---------------------------------------------------------------------------
@@ -326,6 +332,18 @@ def other_config(config: EngineConfig, rng: random.Random) -> EngineConfig:
         policy=other.policy,
         max_overtakes=other.max_overtakes,
     )
+
+
+def speculating(config: EngineConfig, rng: random.Random) -> EngineConfig:
+    """As often as not with drafts, which are mostly right, mostly wrong, or both."""
+    if config.heavy_tokens or rng.random() < 0.5:
+        return config
+    right = rng.choice([0.2, 0.8, 0.95, 1.0])
+    return replace(config, speculation=Guess(true_tokens, VOCAB, rng, right, rng.choice([1, 3, 9])))
+
+
+def true_tokens(sequence: Sequence, length: int) -> list[int]:
+    return expected_tokens(sequence.token_ids, length, VOCAB)
 
 
 def random_hardware(rng: random.Random) -> Hardware:

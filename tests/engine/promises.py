@@ -25,7 +25,7 @@ def new_events() -> Events:
         "steps preempted swapped_out swapped_in copied hits hit_tokens whole_hits forked evicted"
     )
     names += " dropped oversized blocked aborted refused failed chunks finished paused yielded"
-    names += " overtook one_phase kept_waiting"
+    names += " overtook one_phase kept_waiting drafted accepted rejected ended_early"
     return dict.fromkeys(names.split(), 0)
 
 
@@ -331,7 +331,8 @@ class Desk:
         assert sum(1 + len(s.forks) for s in running) <= config.max_num_seqs
         for part in record.sequences:
             if part.forked_from is None:
-                assert 1 <= part.num_tokens <= (config.chunk_size or record.num_tokens)
+                drafted = len(part.draft.token_ids) if part.draft else 0
+                assert 1 <= part.num_tokens - drafted <= (config.chunk_size or record.num_tokens)
 
     def check_progress(self, record: StepRecord, before: Before) -> list[SequenceRecord]:
         """Parts continue where the sequence stood, sample at its end only, and decodes all run.
@@ -475,12 +476,14 @@ class Desk:
             self.events["hit_tokens"] += part.num_cached_tokens
         said.on_host, said.found = False, 0
         said.cached = part.num_cached_tokens if said.cached is None else said.cached
-        assert part.token_ids == known[part.start : part.end]
+        assert part.token_ids == (known + part.put_out)[part.start : part.end]
         is_decode = said.shown and len(known) - part.start == 1
         assert part.phase == ("decode" if is_decode else "prefill")
         said.computed = part.end
         self.events["chunks"] += part.end < len(known)
-        assert (part.sampled is not None) == (part.end == len(known))
+        assert (part.sampled is not None) == (part.end >= len(known))
+        assert part.end < len(known) or part.end == len(known) + len(part.put_out) - 1
+        self.note_draft(said, part)
         self.note_token(said, part)
 
     def note_fork(self, part: SequenceRecord, parent: SequenceRecord) -> None:
@@ -494,10 +497,26 @@ class Desk:
         self.events["forked"] += 1
         self.note_token(said, part)
 
+    def note_draft(self, said: Said, part: SequenceRecord) -> None:
+        """As much of a draft stands as is right, up to where the text ends."""
+        if part.draft is None:
+            return
+        drafted, accepted = part.draft.token_ids, part.draft.num_accepted
+        assert part.phase == "decode"
+        assert drafted
+        left = said.expected[len(said.shown) :]
+        right = [a == b for a, b in zip(drafted, left, strict=False)]
+        right = right.index(False) if False in right else len(right)
+        assert accepted == min(right, len(left) - 1)
+        assert len(part.draft.probabilities) == 0  # the fake oracle has none
+        self.events["drafted"] += len(drafted)
+        self.events["accepted"] += accepted
+        self.events["rejected"] += len(drafted) - accepted
+        self.events["ended_early"] += accepted < right
+
     def note_token(self, said: Said, part: SequenceRecord) -> None:
-        if part.sampled is not None:
-            said.shown.append(part.sampled)
-            assert said.shown == said.expected[: len(said.shown)]
+        said.shown += part.put_out
+        assert said.shown == said.expected[: len(said.shown)]
 
     def check_hits(
         self, record: StepRecord, before: Before, admitted: list[SequenceRecord]
@@ -512,7 +531,7 @@ class Desk:
             return
         part, said = admitted[0], self.said(admitted[0].sequence_id)
         uses = self.uses_cache(part.sequence_id)
-        tokens = said.known if part.sampled is None else said.known[:-1]
+        tokens = said.known[: len(said.known) - len(part.put_out)]
         size, on_host = self.config.block_size, before.on_host.get(part.sequence_id, 0)
         ends = prefix_hashes(tokens)[size - 1 :: size] if uses else []
         spared = 0
@@ -542,7 +561,9 @@ class Desk:
     def check_watermark(self, record: StepRecord, admitted: list[SequenceRecord]) -> None:
         """Beside others, one is admitted only if so many blocks stay free."""
         kept = int(self.config.watermark * self.config.num_blocks)
-        assert not admitted or len(record.residents) == 1 or self.runner.num_free >= kept
+        drafts = sum(len(part.blocks_taken) for part in record.sequences if part.draft)
+        free = self.runner.num_free + drafts
+        assert not admitted or len(record.residents) == 1 or free >= kept
 
     def check_order(self, record: StepRecord) -> None:
         """Who runs was admitted before who was preempted; behind them are the new, as they came."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -16,8 +17,10 @@ from pdlab import Engine, EngineConfig, NaiveGenerator, RequestOutput, SamplingP
 from pdlab.attention import Window
 from pdlab.engine.config import BATCHING_MODES
 from pdlab.engine.policies import POLICIES
+from pdlab.engine.sequence import Sequence
 from pdlab.sampling import mix
 from pdlab.trace import DROPPED, sample_ids
+from tests.engine.guessing import Guess
 from tests.engine.promises import LastCome
 from tests.helpers import SHAPES, load_prompts, plain_kv, random_model, random_prompt, run_watched
 
@@ -73,13 +76,16 @@ def run_stored(
             output = run(batch, clock, step)
             rows = iter(() if output.logits is None else output.logits)
             for part in batch.scheduled:
-                row = next(rows).clone() if part.samples else None
+                own = [next(rows).clone() for _ in range(part.samples + len(part.draft))]
                 for drawer in part.drawers:
-                    stored[drawer.sequence_id].logits.append(row)
-                sequence = part.sequence
-                raw = engine.kv_cache.raw(sequence.block_table, part.end)
+                    num_drawn = len(output.sampled[drawer.sequence_id])
+                    stored[drawer.sequence_id].logits += own[:num_drawn]
+                sequence, end = part.sequence, part.end
+                if part.draft:
+                    end = part.start + len(output.sampled[sequence.sequence_id])
+                raw = engine.kv_cache.raw(sequence.block_table, end)
                 there = torch.tensor(sequence.block_table) != DROPPED
-                there = there.repeat_interleave(config.block_size)[: part.end]
+                there = there.repeat_interleave(config.block_size)[:end]
                 stored[sequence.sequence_id].raw.append((raw, there))
             return output
 
@@ -168,14 +174,34 @@ def workloads(draw: st.DrawFn) -> tuple[list[list[int]], list[SamplingParams], E
     return prompts, params, config, warm
 
 
+def foreknowing(shape: str, config: EngineConfig, window: Window | None, right: float, seed: int):
+    """With drafts that are mostly what the plain run says, at temperature 0 and above."""
+
+    def truth(sequence: Sequence, length: int) -> list[int]:
+        own = None if sequence.params.seed is None else sequence.seed
+        alone = replace(sequence.params, n=1, seed=own)
+        plain, _ = plain_run(shape, tuple(sequence.prompt_ids), alone, config.kv_format, window)
+        return plain[sequence.num_output_tokens :][:length]
+
+    guess = Guess(truth, SHAPES[shape].vocab_size, random.Random(seed), right)
+    return replace(config, speculation=guess)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=16)
-@given(workload=workloads(), split=st.booleans())
-def test_no_lossless_knob_changes_a_bit(shape, workload, split):
+@given(
+    workload=workloads(),
+    split=st.booleans(),
+    right=st.sampled_from([None, 0.5, 0.9, 1.0]),
+    seed=st.integers(0, 9),
+)
+def test_no_lossless_knob_changes_a_bit(shape, workload, split, right, seed):
     prompts, params, config, warm = workload
     if split:
         config = replace(config, kv_head_groups=SHAPES[shape].num_kv_heads)
     window = Window(config.window, config.sink_tokens) if config.window else None
+    if right is not None:
+        config = foreknowing(shape, config, window, right, seed)
     tokens, stored, outputs = run_stored(shape, config, prompts, params, warm)
     for prompt, each, samples, output in zip(prompts, params, tokens, outputs, strict=True):
         for index, (name, mine) in enumerate(

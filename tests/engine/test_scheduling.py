@@ -51,7 +51,9 @@ class Line:
     def step(self) -> dict[Sequence, int]:
         """Tokens computed, by sequence."""
         batch = self.scheduler.schedule(self.now_s)
-        self.scheduler.update(batch, {p.sequence.sequence_id: [0] for p in batch.scheduled})
+        for drawer in batch.drawers:
+            drawer.token_ids.append(0)
+        self.scheduler.update(batch)
         for part in batch.scheduled:
             if part.sequence.num_output_tokens == part.sequence.params.max_tokens:
                 self.scheduler.finish(part.sequence, "length")
@@ -466,7 +468,9 @@ def test_policies_say_their_names():
 def test_a_step_repeats_only_while_nothing_can_change():
     def repeats(line: Line, most: int = 50) -> int:
         batch: ScheduledBatch = line.scheduler.schedule()
-        line.scheduler.update(batch, {p.sequence.sequence_id: [0] for p in batch.scheduled})
+        for drawer in batch.drawers:
+            drawer.token_ids.append(0)
+        line.scheduler.update(batch)
         return line.scheduler.num_repeats(batch, most)
 
     line = Line()

@@ -51,7 +51,7 @@ class PdlabPeer:
         ids = [self._engine.submit(prompt, params) for prompt in prompts]
         numbers = {name: i for i, name in enumerate(ids)}
         while record := self._engine.step():
-            emit(*(numbers[s.sequence_id] for s in record.sequences if s.sampled is not None))
+            emit(*(numbers[s.sequence_id] for s in record.sequences for _ in s.put_out))
         return [self._engine.collect(name).token_ids for name in ids]
 
 
