@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         beam_search,
     )
     from pdlab.models import Model, ModelConfig, load
+    from pdlab.speculate import PromptLookup
     from pdlab.trace import StepRecord, Trace
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "ModelConfig",
     "NaiveGenerator",
     "Policy",
+    "PromptLookup",
     "RequestOutput",
     "SamplingParams",
     "StepRecord",
@@ -49,7 +51,7 @@ __all__ = [
     "load",
 ]
 
-_ROOMS = ("pdlab.engine", "pdlab.models", "pdlab.trace")
+_ROOMS = ("pdlab.speculate", "pdlab.engine", "pdlab.models", "pdlab.trace")
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,8 @@ LARGEST_INT = 10**15
 def require_int(name: str, value: Any, least: int, most: int = LARGEST_INT) -> None:
     """Raise a ValueError unless `value` is an int (not a bool) from `least` to `most`."""
     if isinstance(value, int) and abs(value) > most:
+        if abs(value) < 10_000:
+            raise ValueError(f"{name}={value} must be an integer from {least} to {most}")
         digits = len(hex(abs(value))) - 2
         raise ValueError(f"{name} has {digits} hex digits, it must be from {least} to {most}")
     if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -1,0 +1,27 @@
+"""Drafts: what a cheap guesser says comes next, for the target to check.
+
+An engine takes them from `EngineConfig.speculation`, which is one of the dataclasses here.
+"""
+
+from pdlab.speculate.formula import (
+    acceptance_of,
+    best_num_tokens,
+    expected_tokens,
+    expected_tokens_by_position,
+    speedup,
+)
+from pdlab.speculate.length import AdaptiveLength, FixedLength
+from pdlab.speculate.prompt_lookup import LookupDrafter, NgramIndex, PromptLookup
+
+__all__ = [
+    "AdaptiveLength",
+    "FixedLength",
+    "LookupDrafter",
+    "NgramIndex",
+    "PromptLookup",
+    "acceptance_of",
+    "best_num_tokens",
+    "expected_tokens",
+    "expected_tokens_by_position",
+    "speedup",
+]
