@@ -144,6 +144,12 @@ def test_importing_pdlab_loads_nothing_heavy_but_torch() -> None:
     assert not loaded & {"transformers", "plotly", "ipywidgets", "anywidget", "IPython", "ray"}
 
 
+def test_importing_the_workbench_loads_nothing_that_only_builds_notebooks() -> None:
+    loaded = loaded_by("import pdlab.workbench")
+    assert "ipywidgets" in loaded
+    assert not loaded & {"transformers", "nbformat", "nbclient", "jupytext", "jsonschema"}
+
+
 # --- README --------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,8 @@ The notebook of `notebooks/source/demos/pd_live.py` is `notebooks/demos/pd_live.
 
 A source holds the solved exercises between `# BEGIN SOLUTION` and `# END SOLUTION`. The student's
 notebook has a place to write there instead; the solved one is what tests run.
+
+nbformat is imported where it is needed: that takes as long as all the rest, torch included.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import re
 import sys
 from os import PathLike
 from pathlib import Path
-from typing import Any
-
-import nbformat
+from typing import TYPE_CHECKING, Any
 
 from pdlab.workbench.fallback import NOT_LIVE
+
+if TYPE_CHECKING:
+    import nbformat
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 MAX_NOTEBOOK_BYTES = 1_000_000
@@ -33,6 +36,7 @@ KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 def build_notebook(source: str | PathLike[str], *, solved: bool = False) -> nbformat.NotebookNode:
     """A lesson's notebook, not executed; with the exercises open, or solved."""
     import jupytext
+    import nbformat
 
     notebook = jupytext.read(source)
     notebook.metadata = nbformat.from_dict(
@@ -61,6 +65,7 @@ def execute_notebook(
         ValueError: the result is larger than MAX_NOTEBOOK_BYTES.
         nbclient.exceptions.CellExecutionError: a cell failed; nothing is written.
     """
+    import nbformat
     from nbclient import NotebookClient
 
     path = Path(path)
@@ -115,6 +120,8 @@ def main(names: list[str]) -> None:
     Raises:
         ValueError: there is no source of a name.
     """
+    import nbformat
+
     sources = {source.stem: source for source in sorted(SOURCES.rglob("*.py"))}
     if unknown := set(names) - set(sources):
         raise ValueError(f"names={sorted(unknown)} must be of {', '.join(sources)}")

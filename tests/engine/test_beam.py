@@ -169,8 +169,8 @@ def test_one_beam_is_greedy_decoding(
 @pytest.mark.parametrize("name", ["chinese-who", "chat-turns"])
 def test_the_real_model_finds_what_transformers_finds(name, smollm2, smollm2_hf) -> None:
     end_ids = list(smollm2.config.eos_token_ids)
-    output = beam_search(smollm2, load_prompts()[name], beam_width=3, max_tokens=24)
-    assert_equal_to_transformers(output, smollm2_hf, 3, end_ids, max_new_tokens=24)
+    output = beam_search(smollm2, load_prompts()[name], beam_width=3, max_tokens=12)
+    assert_equal_to_transformers(output, smollm2_hf, 3, end_ids, max_new_tokens=12)
     for hypothesis in output.hypotheses:
         text = smollm2.tokenizer.decode(hypothesis.token_ids, skip_special_tokens=True)
         assert hypothesis.text == text != ""

@@ -42,36 +42,44 @@ def sampled(engine: Engine, count: int, **params) -> list:
 
 
 @pytest.fixture(scope="module")
-def engine(smollm2):
-    with Engine(smollm2, EngineConfig(num_blocks=1024, max_num_seqs=200)) as engine:
+def engine(speaker):
+    with Engine(speaker, EngineConfig(num_blocks=2800, max_num_seqs=200)) as engine:
         yield engine
 
 
-def test_json_always_parses_and_validates_over_200_samples(engine):
-    """At temperature 1, on the real model. All parts of the schema have a greatest length: a
-    `number` has not, and its digits may go on till `max_tokens`."""
-    outputs = sampled(engine, 200, json_schema=PERSON, max_tokens=80)
+def check_json(outputs: list) -> None:
     for output in outputs:
         assert (output.finish_reason, output.stop_reason) == ("stop", "constraint")
         jsonschema.validate(json.loads(output.text), PERSON)
-    assert len({output.text for output in outputs}) > 100
+    assert len({output.text for output in outputs}) > len(outputs) / 2
+
+
+def test_json_always_parses_and_validates_over_200_samples(engine):
+    """At temperature 1, of a model that says anything. All parts of the schema have a greatest
+    length: a `number` has not, and its digits may go on till `max_tokens`."""
+    check_json(sampled(engine, 200, json_schema=PERSON, max_tokens=200))
+
+
+def test_json_of_the_real_model_parses_and_validates(smollm2):
+    with Engine(smollm2, EngineConfig(num_blocks=200)) as engine:
+        check_json(sampled(engine, 8, json_schema=PERSON, max_tokens=80))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_expression_is_matched_whole(smollm2, backend):
+def test_an_expression_is_matched_whole(speaker, backend):
     pattern = r"(yes|no|maybe): [0-9]{2}(\.[0-9])? (世界|é|😀){1,2}"
-    with Engine(smollm2, EngineConfig(constraint_backend=backend)) as engine:
-        outputs = sampled(engine, 6, regex=pattern, max_tokens=24)
+    with Engine(speaker, EngineConfig(constraint_backend=backend)) as engine:
+        outputs = sampled(engine, 6, regex=pattern, max_tokens=30)
     for output in outputs:
         assert re.fullmatch(pattern, output.text)
         assert output.finish_reason == "stop"
 
 
-def test_both_backends_draw_the_same_tokens_from_the_same_seeds(smollm2):
+def test_both_backends_draw_the_same_tokens_from_the_same_seeds(speaker):
     texts = []
     for backend in BACKENDS:
         config = EngineConfig(constraint_backend=backend, exact=True)
-        with Engine(smollm2, config) as engine:
+        with Engine(speaker, config) as engine:
             regex = sampled(engine, 6, regex="[a-f]{3,5}(-[0-9]+){2}", max_tokens=8)
             choice = sampled(engine, 6, choice=["red", "green", "greenish", "世"], max_tokens=8)
             texts.append([(o.token_ids, o.stop_reason) for o in regex + choice])
@@ -79,9 +87,9 @@ def test_both_backends_draw_the_same_tokens_from_the_same_seeds(smollm2):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_one_of_the_choices_is_made_and_a_longer_one_is_not_cut_off(smollm2, backend):
+def test_one_of_the_choices_is_made_and_a_longer_one_is_not_cut_off(speaker, backend):
     choices = ["a", "ab", "abc", 'say "hi"\n', "世界"]
-    with Engine(smollm2, EngineConfig(constraint_backend=backend)) as engine:
+    with Engine(speaker, EngineConfig(constraint_backend=backend)) as engine:
         outputs = sampled(engine, 40, choice=choices, max_tokens=20)
     texts = [output.text for output in outputs]
     assert set(texts) <= set(choices)
@@ -95,10 +103,10 @@ def test_a_grammar_is_followed(engine):
         assert re.fullmatch(r"[0-9]{1,2}([+*][0-9]{1,2})*", text)
 
 
-def test_the_end_token_comes_only_where_the_text_may_end(smollm2):
-    end = smollm2.config.eos_token_ids[0]
+def test_the_end_token_comes_only_where_the_text_may_end(speaker):
+    end = speaker.config.eos_token_ids[0]
     eager = {"logit_bias": {end: 100.0}, "max_tokens": 30}
-    with Engine(smollm2) as engine:
+    with Engine(speaker) as engine:
         [output] = engine.generate([ASK], SamplingParams(regex="a{4}b*", **eager))
         assert (output.text, output.stop_reason) == ("aaaa", None)
         assert output.token_ids[-1] == end
@@ -107,16 +115,17 @@ def test_the_end_token_comes_only_where_the_text_may_end(smollm2):
         assert end not in ignored.token_ids
 
 
-def test_a_stop_token_is_allowed_where_the_text_may_end(smollm2):
+def test_a_stop_token_is_allowed_where_the_text_may_end(speaker):
     special = next(
-        i for i in smollm2.tokenizer.special_ids if i not in smollm2.config.eos_token_ids
+        i for i in speaker.tokenizer.special_ids if i not in speaker.config.eos_token_ids
     )
     params = SamplingParams(
         regex="ab*", stop_token_ids=[special], logit_bias={special: 100.0}, max_tokens=9
     )
-    with Engine(smollm2) as engine:
+    with Engine(speaker) as engine:
         [output] = engine.generate([ASK], params)
-    assert (output.text, output.stop_reason) == ("a", special)
+    assert re.fullmatch("ab*", output.text)
+    assert (len(output.token_ids), output.stop_reason) == (2, special)
 
 
 def test_max_tokens_cuts_a_constrained_text_and_says_so(engine):
@@ -124,7 +133,7 @@ def test_max_tokens_cuts_a_constrained_text_and_says_so(engine):
     assert output.finish_reason == "length"
 
 
-def test_the_state_survives_preemption_and_swap(smollm2):
+def test_the_state_survives_preemption_and_swap(speaker):
     params = [
         SamplingParams(temperature=1.0, seed=s, regex="[a-z]{4}(-[0-9]){5}", max_tokens=20)
         for s in range(3)
@@ -132,7 +141,7 @@ def test_the_state_survives_preemption_and_swap(smollm2):
     texts = []
     for small in ({}, {"num_blocks": 7}, {"num_blocks": 7, "num_swap_blocks": 64}):
         config = EngineConfig(**{"num_blocks": 256} | small, block_size=4, exact=True)
-        with Engine(smollm2, config) as engine:
+        with Engine(speaker, config) as engine:
             outputs = engine.generate([[1, 2, s] for s in range(3)], params)
             preemptions = sum(output.metrics.num_preemptions for output in outputs)
             assert (preemptions > 0) == bool(small)
@@ -142,18 +151,18 @@ def test_the_state_survives_preemption_and_swap(smollm2):
 
 
 def test_each_of_several_samples_has_a_state_of_its_own(engine):
-    params = SamplingParams(temperature=1.0, seed=1, n=4, json_schema=PERSON, max_tokens=80)
+    params = SamplingParams(temperature=1.0, seed=1, n=4, json_schema=PERSON, max_tokens=200)
     [output] = engine.generate([ASK], params)
     for completion in output.completions:
         jsonschema.validate(json.loads(completion.text), PERSON)
     assert len({completion.text for completion in output.completions}) == 4
 
 
-def test_without_a_cache_the_same_text_comes(smollm2):
+def test_without_a_cache_the_same_text_comes(speaker):
     params = SamplingParams(temperature=1.0, seed=3, regex="[a-z]{3}-[0-9]{3}", max_tokens=12)
-    prompt = smollm2.tokenizer.encode(ASK)
-    naive = NaiveGenerator(smollm2, exact=True).generate(prompt, params)
-    with Engine(smollm2, EngineConfig(exact=True)) as engine:
+    prompt = speaker.tokenizer.encode(ASK)
+    naive = NaiveGenerator(speaker, exact=True).generate(prompt, params)
+    with Engine(speaker, EngineConfig(exact=True)) as engine:
         [output] = engine.generate([prompt], params)
     assert (naive.token_ids, naive.text) == (output.token_ids, output.text)
 
@@ -188,8 +197,8 @@ def test_an_impossible_constraint_is_an_error_of_that_request_alone(engine, name
 
 
 @pytest.mark.parametrize("params", [{"json_schema": {"type": "null"}}, {"grammar": 'start: "a"'}])
-def test_our_own_backend_refuses_what_it_does_not_know(smollm2, params):
-    compiler = Compiler(smollm2.tokenizer, smollm2.config.vocab_size, "pdlab")
+def test_our_own_backend_refuses_what_it_does_not_know(speaker, params):
+    compiler = Compiler(speaker.tokenizer, speaker.config.vocab_size, "pdlab")
     with pytest.raises(ValueError, match="needs constraint_backend='llguidance'"):
         compiler.constraint(SamplingParams(**params))
 
@@ -254,9 +263,9 @@ def test_the_chunks_before_an_error_are_streamed():
     assert chunks[-1].finish_reason == "error"
 
 
-def test_min_tokens_beyond_what_the_constraint_can_say_is_an_error(smollm2):
+def test_min_tokens_beyond_what_the_constraint_can_say_is_an_error(speaker):
     params = SamplingParams(choice=["yes"], min_tokens=5, max_tokens=9)
-    with Engine(smollm2) as engine:
+    with Engine(speaker) as engine:
         [ok, failed] = engine.generate(["a", "b"], [SamplingParams(max_tokens=9), params])
     assert ok.finish_reason in ("length", "stop")
     assert failed.finish_reason == "error"
@@ -270,9 +279,9 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_a_grammar_that_grows_over_a_limit_fails_alone(smollm2, name):
-    bad = SamplingParams(temperature=1.0, seed=1, max_tokens=120, **LIMITS[name])
-    with Engine(smollm2) as engine:
+def test_a_grammar_that_grows_over_a_limit_fails_alone(speaker, name):
+    bad = SamplingParams(temperature=1.0, seed=1, max_tokens=120, ignore_eos=True, **LIMITS[name])
+    with Engine(speaker) as engine:
         good, failed = engine.generate([ASK, ASK], [SamplingParams(max_tokens=4), bad])
         assert len(good.token_ids) == 4
         assert engine.pool.num_free == engine.pool.num_blocks

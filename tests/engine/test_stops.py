@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,7 +13,6 @@ from pdlab.engine.fake import FakeRunner
 from pdlab.engine.runner import StepOutput
 from pdlab.engine.stops import StopFinder
 from pdlab.sampling import Sampled
-from tests.helpers import random_model
 
 # --- the finder alone ---------------------------------------------------------------------------
 
@@ -87,13 +85,6 @@ class Scripted(FakeRunner):
                 token_id = self.script[drawer.num_output_tokens]
                 output.sampled[drawer.sequence_id] = [Sampled(token_id, 1.0, [])]
         return output
-
-
-@pytest.fixture(scope="module")
-def speaker(smollm2: Model) -> Model:
-    config = replace(random_model().config, vocab_size=smollm2.config.vocab_size)
-    config = replace(config, eos_token_ids=smollm2.config.eos_token_ids)
-    return replace(random_model(), config=config, tokenizer=smollm2.tokenizer)
 
 
 def say(speaker: Model, script: list[int], **params):
