@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import pdlab
 from pdlab import Engine, EngineConfig, Model, ModelConfig, NaiveGenerator, SamplingParams
 from pdlab.attention import ExactAttention, narrower
 from pdlab.engine import Prompt
-from pdlab.engine.runner import EXACT_ROW_TILE
+from pdlab.engine.runner import EXACT_ROW_TILE, StepOutput
+from pdlab.engine.scheduler import ScheduledSequence
+from pdlab.engine.sequence import Sequence
 from pdlab.models.decoder import Decoder
 from pdlab.models.random_weights import random_weights
 
@@ -83,16 +86,29 @@ def watch(engine: Engine, *, kv: bool = True) -> dict[str, Seen]:
         rows = iter(() if output.logits is None else output.logits)
         for part in batch.scheduled:
             mine = seen.setdefault(part.sequence.sequence_id, Seen())
-            if part.samples:
-                row = next(rows).clone()
-                for drawer in part.drawers:
-                    seen.setdefault(drawer.sequence_id, Seen()).logits.append(row)
+            for drawer, own in rows_of(part, rows, output):
+                seen.setdefault(drawer.sequence_id, Seen()).logits += own
             if kv:
-                mine.kv.append(engine.kv_cache.read(part.sequence.block_table, part.end))
+                end = end_of(part, output)
+                mine.kv.append(engine.kv_cache.read(part.sequence.block_table, end))
         return output
 
     engine.runner.run = watched  # type: ignore[method-assign]
     return seen
+
+
+def rows_of(
+    part: ScheduledSequence, rows: Iterator[Tensor], output: StepOutput
+) -> list[tuple[Sequence, list[Tensor]]]:
+    """The rows that each of those who draw from a part drew a token from."""
+    own = [next(rows).clone() for _ in range(part.samples + len(part.draft))]
+    return [(each, own[: len(output.sampled[each.sequence_id])]) for each in part.drawers]
+
+
+def end_of(part: ScheduledSequence, output: StepOutput) -> int:
+    """Tokens whose K and V stand when a part has been computed: not those of a wrong draft."""
+    taken = output.sampled.get(part.sequence.sequence_id, [])
+    return part.start + len(taken) if part.draft else part.end
 
 
 def run_watched(

@@ -22,7 +22,16 @@ from pdlab.sampling import mix
 from pdlab.trace import DROPPED, sample_ids
 from tests.engine.guessing import Guess
 from tests.engine.promises import LastCome
-from tests.helpers import SHAPES, load_prompts, plain_kv, random_model, random_prompt, run_watched
+from tests.helpers import (
+    SHAPES,
+    end_of,
+    load_prompts,
+    plain_kv,
+    random_model,
+    random_prompt,
+    rows_of,
+    run_watched,
+)
 
 KINDS = (
     SamplingParams(),
@@ -76,13 +85,9 @@ def run_stored(
             output = run(batch, clock, step)
             rows = iter(() if output.logits is None else output.logits)
             for part in batch.scheduled:
-                own = [next(rows).clone() for _ in range(part.samples + len(part.draft))]
-                for drawer in part.drawers:
-                    num_drawn = len(output.sampled[drawer.sequence_id])
-                    stored[drawer.sequence_id].logits += own[:num_drawn]
-                sequence, end = part.sequence, part.end
-                if part.draft:
-                    end = part.start + len(output.sampled[sequence.sequence_id])
+                for drawer, own in rows_of(part, rows, output):
+                    stored[drawer.sequence_id].logits += own
+                sequence, end = part.sequence, end_of(part, output)
                 raw = engine.kv_cache.raw(sequence.block_table, end)
                 there = torch.tensor(sequence.block_table) != DROPPED
                 there = there.repeat_interleave(config.block_size)[:end]
