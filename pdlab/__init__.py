@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         beam_search,
     )
     from pdlab.models import Model, ModelConfig, load
-    from pdlab.speculate import PromptLookup
+    from pdlab.speculate import DraftModel, EarlyExit, PromptLookup, SelfDraft
     from pdlab.trace import StepRecord, Trace
 
 __version__ = "0.1.0"
@@ -36,6 +36,8 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 __all__ = [
+    "DraftModel",
+    "EarlyExit",
     "Engine",
     "EngineConfig",
     "Model",
@@ -45,6 +47,7 @@ __all__ = [
     "PromptLookup",
     "RequestOutput",
     "SamplingParams",
+    "SelfDraft",
     "StepRecord",
     "Trace",
     "beam_search",

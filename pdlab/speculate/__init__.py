@@ -11,17 +11,24 @@ from pdlab.speculate.formula import (
     speedup,
 )
 from pdlab.speculate.length import AdaptiveLength, FixedLength
+from pdlab.speculate.model_drafter import ModelDrafter
+from pdlab.speculate.models import DraftModel, EarlyExit, SelfDraft, first_layers
 from pdlab.speculate.prompt_lookup import LookupDrafter, NgramIndex, PromptLookup
 
 __all__ = [
     "AdaptiveLength",
+    "DraftModel",
+    "EarlyExit",
     "FixedLength",
     "LookupDrafter",
+    "ModelDrafter",
     "NgramIndex",
     "PromptLookup",
+    "SelfDraft",
     "acceptance_of",
     "best_num_tokens",
     "expected_tokens",
     "expected_tokens_by_position",
+    "first_layers",
     "speedup",
 ]
