@@ -7,6 +7,7 @@ that end around a block's end, and with prefixes cached on either side.
 from __future__ import annotations
 
 import multiprocessing
+import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from tests.disagg.bit_for_bit import (
 from tests.disagg.bodies import PATIENCE_S, make_pair, need
 from tests.disagg.clusters import engine_of
 from tests.disagg.watching import BOOT, meeting_at, serve_watched_rank, watch
+from tests.engine.guessing import Guess
 from tests.helpers import ROOT, random_model
 from tests.kvcache.test_wire import raw_of, same
 
@@ -193,3 +195,24 @@ def _attend(
         kind.decode(kind.encode(x), q.dtype) for kind, x in zip(formats, layers[layer], strict=True)
     )
     return ExactAttention().dense(q, keys, values)
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_a_decode_worker_may_guess_ahead(transfer: str):
+    """Speculation there changes no token of what one engine says."""
+    prompts = prompts_of(MODEL, 3)
+    with Engine(MODEL, CONFIG) as engine:
+        plain = engine.generate(prompts, params(12))
+
+    def truth(sequence, length):
+        [own] = [o for o in plain if o.prompt_ids == sequence.prompt_ids]
+        return own.token_ids[sequence.num_output_tokens :][:length]
+
+    guess = Guess(truth, MODEL.config.vocab_size, random.Random(2), right=0.8)
+    decode = replace(CONFIG, block_size=16, speculation=guess)
+    with pair_over("in-process", CONFIG, decode, transfer) as cluster:
+        outputs = cluster.generate(prompts, params(12))
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+    assert len(cluster.transfers) == len(prompts)
+    assert sum(outcome.num_accepted for outcome in guess.outcomes) > len(prompts)
+    assert not guess.seen
