@@ -296,6 +296,8 @@ class Scheduler:
         return parts, [min(share, self._draft_room(part.sequence)) for part in parts]
 
     def _draft_room(self, sequence: Sequence) -> int:
+        if sequence.holds:
+            return 0  # it goes elsewhere with its next token
         left = sequence.params.max_tokens - sequence.num_output_tokens
         if self.max_model_len is not None:
             left = min(left, self.max_model_len - sequence.num_tokens)

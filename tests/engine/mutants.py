@@ -228,6 +228,83 @@ MUTANTS = [
         POOL,
         ("return self._ref_counts[block] == 1 and", "return"),
     ),
+    # --- bugs of speculation ---
+    mutant(
+        "a wrong draft counts as computed",
+        SCHEDULER,
+        (
+            "return max(self.start + 1, self.sequence.num_tokens - 1) if self.draft else self.end",
+            "return self.end",
+        ),
+    ),
+    mutant(
+        "the last token that stands is not computed",
+        SCHEDULER,
+        ("max(self.start + 1, self.sequence.num_tokens - 1)", "self.start + 1"),
+    ),
+    mutant(
+        "the token behind the draft counts as computed",
+        SCHEDULER,
+        ("max(self.start + 1, self.sequence.num_tokens - 1)", "self.sequence.num_tokens"),
+    ),
+    mutant(
+        "blocks of a wrong draft are kept",
+        SCHEDULER,
+        ("                freed += self.kv.rewind(sequence)\n", "                pass\n"),
+    ),
+    mutant(
+        "a rewind frees the block that is still filling",
+        MANAGER,
+        (
+            "kept = blocks_for(holder.num_computed_tokens, self.pool.block_size)\n        behind",
+            "kept = holder.num_computed_tokens // self.pool.block_size\n        behind",
+        ),
+    ),
+    mutant(
+        "a rewind leaves freed blocks in the table",
+        MANAGER,
+        ("        del holder.block_table[kept:]\n", ""),
+    ),
+    mutant(
+        "a draft may be as long as the text that is left",
+        SCHEDULER,
+        ("min(left - 1, self.kv.draft_room(sequence))", "min(left, self.kv.draft_room(sequence))"),
+    ),
+    mutant(
+        "a draft knows no end of the model's length",
+        SCHEDULER,
+        ("min(left, self.max_model_len - sequence.num_tokens)", "left"),
+    ),
+    mutant(
+        "drafts share a budget that each may have",
+        SCHEDULER,
+        ("batch.budget // len(parts) if parts", "batch.budget if parts"),
+    ),
+    mutant(
+        "a draft asks for blocks that are not there",
+        SCHEDULER,
+        ("part.draft = draft.cut(slots - part.end)", "part.draft = draft"),
+    ),
+    mutant(
+        "a draft's blocks are not in the record",
+        SCHEDULER,
+        ("part.blocks_taken += self.kv.grow(", "self.kv.grow("),
+    ),
+    mutant(
+        "the tokens behind an end within a draft are said, too",
+        ENGINE,
+        ("                        del drawn[i:]\n                        break\n", ""),
+    ),
+    mutant(
+        "a drafter is not told of an end",
+        ENGINE,
+        ("            self.drafter.forget(sequence)\n", "            pass\n"),
+    ),
+    mutant(
+        "drafts are computed at the place of the newest token",
+        BATCH,
+        ("positions += range(part.start, part.end)", "positions += [part.start] * part.num_tokens"),
+    ),
     # --- the scheduler's bugs ---
     mutant(
         "one block too few",

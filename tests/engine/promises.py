@@ -504,6 +504,9 @@ class Desk:
         drafted, accepted = part.draft.token_ids, part.draft.num_accepted
         assert part.phase == "decode"
         assert drafted
+        told, longest = said.told, self.engine.config.max_model_len
+        most = min(len(told.prompt_ids) + told.params.max_tokens, longest)
+        assert len(said.known) + len(drafted) + 1 <= most, "a draft reaches behind the end"
         left = said.expected[len(said.shown) :]
         right = [a == b for a, b in zip(drafted, left, strict=False)]
         right = right.index(False) if False in right else len(right)
