@@ -9,7 +9,7 @@ import pytest
 
 from .conftest import Lab, open_and_run, screenshot
 
-LESSON = Path(__file__).parents[2] / "notebooks" / "01_prefill.ipynb"
+LESSON = Path(__file__).parents[2] / "notebooks" / "00_start_here.ipynb"
 
 
 @pytest.fixture

@@ -6,13 +6,19 @@ import pytest
 
 from pdlab.workbench.pd_lab_machines import THERE
 
-from .conftest import KERNEL_IDLE, SIZE, Lab, change_theme, run_cell, run_cells, screenshot
+from .conftest import (
+    KERNEL_IDLE,
+    MADE_UP_MACHINE,
+    SIZE,
+    Lab,
+    change_theme,
+    run_cell,
+    run_cells,
+    screenshot,
+)
 
 CELLS = [
-    "import pdlab\nfrom pdlab import workbench as wb\nfrom pdlab.costmodel import LinearStepTimes\n"
-    "model = pdlab.load('random:tiny-llama')\n"
-    "times = LinearStepTimes('measured on a machine made up for a test',\n"
-    "                        .01, .001, 0, .0003, 0, .001, 1e-6, 5e-6)",
+    MADE_UP_MACHINE,
     f"lab = wb.PDLab(model, step_times=times, machine={THERE!r})\nlab",
     "print('cell 3 ran')",
     "wb.WinMap()",
@@ -173,7 +179,7 @@ def it_runs_for_real_while_the_kernel_is_free(page) -> None:
 def it_stops(page) -> None:
     button = view(page).get_by_role("button", name="for real")
     button.click()
-    page.wait_for_selector(".pd-disagg-lab[data-stage=serving]", timeout=120_000)
+    page.wait_for_selector(".pd-disagg-lab[data-real=running]", timeout=20_000)
     view(page).get_by_role("button", name="Stop").click()
     page.wait_for_selector(".pd-disagg-lab[data-real=stopped]", timeout=30_000)
     assert "no process is left" in view(page).locator(".pd-pl-realbar").text_content()

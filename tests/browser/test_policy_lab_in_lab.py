@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from .conftest import KERNEL_IDLE, SIZE, Lab, change_theme, run_cell, run_cells, screenshot
+from .conftest import (
+    KERNEL_IDLE,
+    MADE_UP_MACHINE,
+    SIZE,
+    Lab,
+    change_theme,
+    run_cell,
+    run_cells,
+    screenshot,
+)
 
 CELLS = [
-    "import pdlab\nfrom pdlab import workbench as wb\nfrom pdlab.costmodel import LinearStepTimes\n"
-    "model = pdlab.load('random:tiny-llama')\n"
-    "times = LinearStepTimes('measured on a machine made up for a test',\n"
-    "                        .01, .001, 0, .0003, 0, .001, 1e-6, 5e-6)",
+    MADE_UP_MACHINE,
     "class Newest(pdlab.Policy):\n    def rank(self, sequence, view):\n"
     "        return -sequence.arrival_s\n\n"
     "class Broken(pdlab.Policy):\n    def rank(self, sequence, view):\n        return 1 / 0",

@@ -13,7 +13,7 @@ from pdlab.disagg.transport.link import Link
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.worker import Worker
 from pdlab import Engine
-model = pdlab.load('smollm2-135m')
+model = pdlab.load('random:tiny-llama')
 def record(transfer):
     board, hosts = Switchboard(), []
     for name, role, size in (('p0', 'prefill', 8), ('d0', 'decode', 16)):
