@@ -231,7 +231,7 @@ guess.predict(
 # %%
 v_token, v_channel = "fp32/int4:token:16", "fp32/int4:channel"
 configs = wb.format_configs(("fp32", "int8", "int4", kivi, reverse, v_token, v_channel))
-costs = wb.kv_costs(model, configs, wb.topic_tokens(model, 1024), segment_len=512)
+costs = wb.kv_costs(model, configs, wb.topic_tokens(model, 512))
 by_name = {cost.label: cost for cost in costs}
 for name, cost in by_name.items():
     change = cost.perplexity / by_name["fp32"].perplexity - 1
@@ -264,7 +264,7 @@ for what, a, b in (
 # KL goes with the error of attention's output, the weighted mean; V's own error may point the
 # other way.
 #
-# All that was measured now, on this machine, on a text that is short for such a purpose: on 1,000
+# All that was measured now, on this machine, on a text that is short for such a purpose: on 500
 # tokens the perplexity of a good format may even come out a little *better* than the reference. KL
 # cannot be lucky in this way; look at it when formats are close. Below is the same measurement on
 # more text, **recorded**: machine, date and number of tokens stand in the subtitle.
@@ -371,13 +371,13 @@ for name, size in experiments.bytes_per_token(large, ["bf16", "int8", kivi]).ite
 
 # %%
 guess.predict(
-    "On this machine, a decode step with int8 instead of fp32 KV (512 tokens of context) is",
+    "On this machine, a decode step with int8 instead of fp32 KV (256 tokens of context) is",
     ["faster by 5% or more", "about as fast", "slower by 5% or more"],
     key="time",
 )
 
 # %%
-steps = experiments.decode_by_format(model, ["fp32", "bf16", "int8", "int4"], context_len=512)
+steps = experiments.decode_by_format(model, ["fp32", "bf16", "int8", "int4"], context_len=256)
 step_s = {name: experiments.step_s(of_it) for name, of_it in steps.items()}
 for name, seconds in step_s.items():
     kv_bytes = steps[name][-1].bytes_moved["kv_read"]
@@ -389,7 +389,7 @@ bounds = [(0.95, "faster by 5% or more"), (1.05, "about as fast"), (99, "slower 
 guess.compare("time", next(n for bound, n in bounds if ratio < bound), note=f"{ratio:.2f} times.")
 
 # %% [markdown]
-# Whatever came out here, two things work against the saving. At 512 tokens the KV is a small part of what a step
+# Whatever came out here, two things work against the saving. At 256 tokens the KV is a small part of what a step
 # reads: the weights are far more. And plain torch must first write the codes out as floats, in
 # memory, before attention can read them: extra work, and extra bytes. To gain time, a kernel must
 # **fuse** the two. So the format alone buys memory. Whether it buys time is a question of the
