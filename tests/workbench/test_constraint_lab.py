@@ -41,25 +41,25 @@ RUNS = {
 
 
 @pytest.fixture(scope="module", params=RUNS)
-def run(request: pytest.FixtureRequest, smollm2: Model) -> ConstrainedRun:
+def run(request: pytest.FixtureRequest, speaker: Model) -> ConstrainedRun:
     params, backend = RUNS[request.param]
     params = SamplingParams(
         **(vars(params) | {"seed": 4, "max_tokens": min(params.max_tokens, 11)})
     )
-    ids = smollm2.tokenizer.encode(PROMPT)
-    return run_constrained(smollm2, ids, params, backend=backend)
+    ids = speaker.tokenizer.encode(PROMPT)
+    return run_constrained(speaker, ids, params, backend=backend)
 
 
 @pytest.fixture(scope="module")
-def lab(smollm2: Model) -> ConstraintLab:
-    return ConstraintLab(smollm2, PROMPT, SamplingParams(temperature=0.7), regex=DATE, seed=1)
+def lab(speaker: Model) -> ConstraintLab:
+    return ConstraintLab(speaker, PROMPT, SamplingParams(temperature=0.7), regex=DATE, seed=1)
 
 
 # --- the numbers ---------------------------------------------------------------------------------
 
 
-def test_the_run_is_the_engines_own(run: ConstrainedRun, smollm2: Model) -> None:
-    with Engine(smollm2, EngineConfig(constraint_backend=run.backend)) as engine:
+def test_the_run_is_the_engines_own(run: ConstrainedRun, speaker: Model) -> None:
+    with Engine(speaker, EngineConfig(constraint_backend=run.backend)) as engine:
         [output] = engine.generate([PROMPT], run.params)
     assert [d.token_id for d in run.decisions] == output.token_ids == run.output.token_ids
     assert run.output.text == output.text
@@ -67,24 +67,24 @@ def test_the_run_is_the_engines_own(run: ConstrainedRun, smollm2: Model) -> None
         assert re.fullmatch(DATE, output.text)
 
 
-def test_allowed_tokens_are_the_matchers_mask(run: ConstrainedRun, smollm2: Model) -> None:
-    compiler = Compiler(smollm2.tokenizer, smollm2.config.vocab_size, run.backend)
+def test_allowed_tokens_are_the_matchers_mask(run: ConstrainedRun, speaker: Model) -> None:
+    compiler = Compiler(speaker.tokenizer, speaker.config.vocab_size, run.backend)
     for index, decision in enumerate(run.decisions):
         matcher = compiler.constraint(run.params)
         matcher.sync(run.output.token_ids[:index])
         mask = matcher.allowed().copy()
         assert (decision.num_allowed, decision.may_end) == (mask.sum(), matcher.may_end)
-        mask[list(smollm2.config.eos_token_ids)] |= matcher.may_end
+        mask[list(speaker.config.eos_token_ids)] |= matcher.may_end
         assert (decision.possible.numpy() == mask).all()
         assert decision.is_forced == (mask.sum() == 1)
 
 
 def test_before_and_after_are_the_softmax_of_the_models_logits(
-    run: ConstrainedRun, smollm2: Model
+    run: ConstrainedRun, speaker: Model
 ) -> None:
-    prompt = smollm2.tokenizer.encode(PROMPT)
+    prompt = speaker.tokenizer.encode(PROMPT)
     text = prompt + run.output.token_ids[:-1]
-    [logits] = forced_logits(smollm2, text, EngineConfig())
+    [logits] = forced_logits(speaker, text, EngineConfig())
     for row, decision in zip(logits[len(prompt) - 1 :], run.decisions, strict=True):
         powers = np.exp(row.double().numpy() - float(row.max()))
         before = powers / powers.sum()
@@ -94,15 +94,15 @@ def test_before_and_after_are_the_softmax_of_the_models_logits(
         assert decision.removed == pytest.approx(1 - left.sum(), abs=1e-5)
 
 
-def test_a_frame_adds_up_to_all_tokens(run: ConstrainedRun, smollm2: Model) -> None:
+def test_a_frame_adds_up_to_all_tokens(run: ConstrainedRun, speaker: Model) -> None:
     for decision, frame in zip(
-        run.decisions, frames(run, smollm2.tokenizer.token_text, lambda _: b""), strict=True
+        run.decisions, frames(run, speaker.tokenizer.token_text, lambda _: b""), strict=True
     ):
         tokens, others = frame["tokens"], frame["others"]
         for side in ("before", "after"):
             total = sum(t[side] for t in tokens) + others[side]
             assert total == pytest.approx(1, abs=1e-6)
-        assert len(tokens) + others["num"] == smollm2.config.vocab_size
+        assert len(tokens) + others["num"] == speaker.config.vocab_size
         num = sum(t["allowed"] for t in tokens) + others["allowed"]
         assert num == int(decision.possible.sum())
         best = decision.before.topk(20).indices.tolist()
@@ -110,14 +110,14 @@ def test_a_frame_adds_up_to_all_tokens(run: ConstrainedRun, smollm2: Model) -> N
         assert all(t["after"] == 0 for t in tokens if not t["allowed"])
 
 
-def test_without_the_mask_the_same_dart_is_thrown(smollm2: Model) -> None:
+def test_without_the_mask_the_same_dart_is_thrown(speaker: Model) -> None:
     """At the first step, what would have been taken is what an unconstrained request takes."""
     for seed in range(3):
         params = SamplingParams(temperature=1.0, seed=seed, max_tokens=1)
-        ids = smollm2.tokenizer.encode(PROMPT)
+        ids = speaker.tokenizer.encode(PROMPT)
         bound = SamplingParams(**(vars(params) | {"regex": DATE}))
-        run = run_constrained(smollm2, ids, bound, backend="pdlab")
-        with Engine(smollm2, EngineConfig()) as engine:
+        run = run_constrained(speaker, ids, bound, backend="pdlab")
+        with Engine(speaker, EngineConfig()) as engine:
             [output] = engine.generate([ids], params)
         assert run.decisions[0].unconstrained_id == output.token_ids[0]
 
@@ -275,21 +275,21 @@ def test_steps_are_moved_through_from_python(lab: ConstraintLab) -> None:
     assert "complete" in lab.ending
 
 
-def test_a_run_that_is_cut_says_so(smollm2: Model) -> None:
-    lab = ConstraintLab(smollm2, PROMPT, SamplingParams(max_tokens=3), regex="[a-z ]+!")
+def test_a_run_that_is_cut_says_so(speaker: Model) -> None:
+    lab = ConstraintLab(speaker, PROMPT, SamplingParams(max_tokens=3), regex="[a-z ]+!")
     assert len(lab.frames) == 3
     assert lab.ending == "cut after 3 tokens: not complete"
 
 
-def test_a_lab_needs_a_constraint_and_a_tokenizer(smollm2: Model) -> None:
+def test_a_lab_needs_a_constraint_and_a_tokenizer(speaker: Model) -> None:
     with pytest.raises(ValueError, match="needs a constraint"):
-        ConstraintLab(smollm2, PROMPT)
+        ConstraintLab(speaker, PROMPT)
     with pytest.raises(ValueError, match="n=2"):
-        ConstraintLab(smollm2, PROMPT, SamplingParams(n=2), regex="a")
+        ConstraintLab(speaker, PROMPT, SamplingParams(n=2), regex="a")
     with pytest.raises(ValueError, match="regex needs a tokenizer"):
         ConstraintLab(random_model(), [1, 2, 3], regex="a")
     with pytest.raises(ValueError, match="prompt has 0 tokens, ConstraintLab takes 1 to 512"):
-        ConstraintLab(smollm2, "", regex="a")
+        ConstraintLab(speaker, "", regex="a")
 
 
 def test_saved_notebooks_show_a_card(lab: ConstraintLab) -> None:

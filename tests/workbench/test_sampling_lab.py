@@ -33,13 +33,13 @@ PARAMS = {
 
 
 @pytest.fixture(scope="module")
-def lab(smollm2: Model) -> SamplingLab:
-    return SamplingLab(smollm2, PROMPT, SamplingParams(temperature=0.8, top_p=0.9), seed=3)
+def lab(speaker: Model) -> SamplingLab:
+    return SamplingLab(speaker, PROMPT, SamplingParams(temperature=0.8, top_p=0.9), seed=3)
 
 
 @pytest.fixture(scope="module")
-def exact(smollm2: Model) -> SamplingLab:
-    return SamplingLab(smollm2, PROMPT, exact=True)
+def exact(speaker: Model) -> SamplingLab:
+    return SamplingLab(speaker, PROMPT, exact=True)
 
 
 @pytest.fixture
@@ -85,11 +85,11 @@ def test_every_stage_sums_to_one_and_is_what_is_shown(lab: SamplingLab, name: st
 
 
 def test_the_models_own_distribution_is_the_softmax_of_its_logits(
-    lab: SamplingLab, smollm2: Model
+    lab: SamplingLab, speaker: Model
 ) -> None:
     lab.reset()
-    ids = smollm2.tokenizer.encode(PROMPT)
-    [logits] = forced_logits(smollm2, ids, EngineConfig())
+    ids = speaker.tokenizer.encode(PROMPT)
+    [logits] = forced_logits(speaker, ids, EngineConfig())
     own = softmax(logits[-1].double().numpy())
     close(lab.outcome.own, own, 1e-5)
     best = np.argsort(-own)[:25].tolist()
@@ -181,10 +181,10 @@ def test_greedy_leaves_one_token_and_throws_no_dart(lab: SamplingLab) -> None:
 # --- the draw ------------------------------------------------------------------------------------
 
 
-def test_walking_on_writes_what_the_engine_writes(exact: SamplingLab, smollm2: Model) -> None:
+def test_walking_on_writes_what_the_engine_writes(exact: SamplingLab, speaker: Model) -> None:
     """The same parameters and seed, exact mode: the same tokens as `Engine.generate`."""
     params = [replace(each, seed=11, max_tokens=4) for each in PARAMS.values()]
-    with Engine(smollm2, EngineConfig(exact=True)) as engine:
+    with Engine(speaker, EngineConfig(exact=True)) as engine:
         outputs = engine.generate([PROMPT] * len(params), params)
     for each, output in zip(params, outputs, strict=True):
         start(exact, each, 11)
@@ -242,7 +242,7 @@ def test_segments_are_the_cumulative_distribution_in_order_of_id(lab: SamplingLa
 
 
 def test_going_back_and_taking_another_token_equals_a_fresh_run(
-    exact: SamplingLab, smollm2: Model
+    exact: SamplingLab, speaker: Model
 ) -> None:
     params = SamplingParams(temperature=0.9, frequency_penalty=0.5)
     start(exact, params, 2)
@@ -253,7 +253,7 @@ def test_going_back_and_taking_another_token_equals_a_fresh_run(
     other = next(t["id"] for t in exact.result["tokens"][::-1] if t["id"] not in taken)
     exact.take(other)
     assert exact._logits.num_computed_tokens == 1  # one decode step, the rest is cached
-    fresh = SamplingLab(smollm2, PROMPT, params, seed=2, exact=True)
+    fresh = SamplingLab(speaker, PROMPT, params, seed=2, exact=True)
     fresh.take(exact.output_ids[0])
     fresh.take(other)
     assert (exact.output_ids, exact.text) == (fresh.output_ids, fresh.text)
@@ -354,7 +354,7 @@ def test_the_page_gets_a_message_and_an_answer(tiny: SamplingLab) -> None:
     assert (tiny.position, tiny.counts["num"], tiny.message) == (3, 1000, "")
 
 
-def test_nothing_left_is_said_and_nothing_changes(smollm2: Model) -> None:
+def test_nothing_left_is_said_and_nothing_changes(speaker: Model) -> None:
     class Nothing(LogitsProcessor):
         name = "nothing"
         active = False
@@ -372,25 +372,25 @@ def test_nothing_left_is_said_and_nothing_changes(smollm2: Model) -> None:
     assert (lab.result, lab.seed) == (before, 0)
 
 
-def test_a_constraint_is_one_of_the_stages(smollm2: Model) -> None:
+def test_a_constraint_is_one_of_the_stages(speaker: Model) -> None:
     params = SamplingParams(temperature=1.0, regex="(yes|no)")
-    lab = SamplingLab(smollm2, "Is water wet? Answer:", params)
+    lab = SamplingLab(speaker, "Is water wet? Answer:", params)
     stage = next(s for s in lab.result["stages"] if s["name"] == "constraint")
     assert stage["left"] == lab.result["stages"][-1]["left"] < 10
     with pytest.raises(ValueError, match="' sea' is forbidden here by constraint"):
-        lab.take(smollm2.tokenizer.encode(" sea")[0])
+        lab.take(speaker.tokenizer.encode(" sea")[0])
     assert lab.position == lab.num_prompt
-    lab.take(smollm2.tokenizer.encode("yes")[0])
-    assert lab.result["draw"]["id"] in smollm2.config.eos_token_ids
+    lab.take(speaker.tokenizer.encode("yes")[0])
+    assert lab.result["draw"]["id"] in speaker.config.eos_token_ids
     with pytest.raises(ValueError, match="ends the text"):
         lab.take()
 
 
-def test_a_prompt_must_fit(smollm2: Model) -> None:
+def test_a_prompt_must_fit(speaker: Model) -> None:
     with pytest.raises(ValueError, match="prompt has 0 tokens, SamplingLab takes 1 to 512"):
-        SamplingLab(smollm2, "")
+        SamplingLab(speaker, "")
     with pytest.raises(ValueError, match="takes 1 to 512"):
-        SamplingLab(smollm2, "word " * 600)
+        SamplingLab(speaker, "word " * 600)
 
 
 def test_a_full_text_takes_no_more(tiny: SamplingLab) -> None:

@@ -25,8 +25,8 @@ TEXT = "Hello 世界 😀, café STOP here"
 
 
 @pytest.fixture(scope="module")
-def tokenizer(smollm2: Model) -> Tokenizer:
-    return smollm2.tokenizer
+def tokenizer(speaker: Model) -> Tokenizer:
+    return speaker.tokenizer
 
 
 def rows_of(tokenizer: Tokenizer, token_ids: list[int], **rules: object) -> list[StreamRow]:
@@ -44,9 +44,9 @@ def sent(rows: list[StreamRow]) -> str:
 
 
 @pytest.fixture(scope="module")
-def run(smollm2: Model) -> Trace:
+def run(speaker: Model) -> Trace:
     """A real run that had to write TEXT, up to its stop string, and a second request beside it."""
-    with Engine(smollm2, EngineConfig(num_blocks=32)) as engine:
+    with Engine(speaker, EngineConfig(num_blocks=32)) as engine:
         written = SamplingParams(choice=(TEXT,), stop=("STOP", "REAL"), n=2)
         engine.generate(["Say hello."] * 2, [written, SamplingParams(max_tokens=3)])
         return engine.trace
@@ -191,9 +191,9 @@ def test_the_end_sends_what_only_could_have_become_a_stop(tokenizer: Tokenizer) 
 # --- recorded runs --------------------------------------------------------------------------------
 
 
-def test_rows_of_a_run_are_its_records(run: Trace, smollm2: Model) -> None:
+def test_rows_of_a_run_are_its_records(run: Trace, speaker: Model) -> None:
     for name in ("r0", "r0.1", "r1"):
-        view = StreamView(run, smollm2, name)
+        view = StreamView(run, speaker, name)
         steps = [(r, s) for r, s in run.sequence_steps(name) if s.sampled is not None]
         arrival_s = run.requests[name.split(".")[0]].arrival_s
         assert len(view.rows) == len(steps)
@@ -207,11 +207,11 @@ def test_rows_of_a_run_are_its_records(run: Trace, smollm2: Model) -> None:
         assert sum(row["gap_s"] for row in view.rows) == pytest.approx(view.rows[-1]["time_s"])
 
 
-def test_a_run_holds_back_what_its_tokens_alone_would(run: Trace, smollm2: Model) -> None:
+def test_a_run_holds_back_what_its_tokens_alone_would(run: Trace, speaker: Model) -> None:
     """The engine streamed by the rules that its detokenizer and stop search follow by hand."""
-    view = StreamView(run, smollm2, "r0")
+    view = StreamView(run, speaker, "r0")
     by_hand = StreamView.from_tokens(
-        smollm2, [row["token_id"] for row in view.rows], stop=("STOP", "REAL")
+        speaker, [row["token_id"] for row in view.rows], stop=("STOP", "REAL")
     )
     for name in ("released", "held_text", "held_bytes", "reasons", "cut", "parts", "stop"):
         assert [row[name] for row in view.rows] == [row[name] for row in by_hand.rows], name
@@ -220,28 +220,28 @@ def test_a_run_holds_back_what_its_tokens_alone_would(run: Trace, smollm2: Model
     assert any(row["held_text"] for row in view.rows)
 
 
-def test_a_stop_token_is_no_part_of_the_answer(smollm2: Model) -> None:
-    stopper = smollm2.tokenizer.encode("Hello there")[1]
+def test_a_stop_token_is_no_part_of_the_answer(speaker: Model) -> None:
+    stopper = speaker.tokenizer.encode("Hello there")[1]
     params = SamplingParams(choice=("Hello there",), stop_token_ids=(stopper,))
-    view = StreamView.of_run(smollm2, "Greet me.", params)
+    view = StreamView.of_run(speaker, "Greet me.", params)
     assert (view.text, view.rows[-1]["cut"], view.rows[-1]["stop"]) == ("Hello", " there", "")
 
 
-def test_an_aborted_stream_keeps_what_it_held(smollm2: Model) -> None:
-    with Engine(smollm2, EngineConfig(num_blocks=16)) as engine:
+def test_an_aborted_stream_keeps_what_it_held(speaker: Model) -> None:
+    with Engine(speaker, EngineConfig(num_blocks=16)) as engine:
         request = engine.submit("Say it.", SamplingParams(choice=("世界",)))
         engine.step()
         engine.abort(request)
-        row = StreamView(engine.trace, smollm2).rows[-1]
+        row = StreamView(engine.trace, speaker).rows[-1]
     assert (row["held_bytes"], row["finish_reason"]) == ([0xE4, 0xB8], None)
 
 
 # --- the widget -----------------------------------------------------------------------------------
 
 
-def test_the_stream_is_moved_from_python(smollm2: Model) -> None:
-    ids = smollm2.tokenizer.encode("one two 世")
-    view = StreamView.from_tokens(smollm2, ids)
+def test_the_stream_is_moved_from_python(speaker: Model) -> None:
+    ids = speaker.tokenizer.encode("one two 世")
+    view = StreamView.from_tokens(speaker, ids)
     assert (view.step, view.text) == (len(ids), "one two 世")
     view.step = 0
     assert (view.row, view.text) == (None, "")
@@ -251,16 +251,16 @@ def test_the_stream_is_moved_from_python(smollm2: Model) -> None:
     assert view.step == len(ids)
 
 
-def test_hand_made_tokens_are_called_so(smollm2: Model, run: Trace) -> None:
-    view = StreamView.from_tokens(smollm2, smollm2.tokenizer.encode("one two"))
+def test_hand_made_tokens_are_called_so(speaker: Model, run: Trace) -> None:
+    view = StreamView.from_tokens(speaker, speaker.tokenizer.encode("one two"))
     assert view.header["provenance"] == HAND_MADE
     assert HAND_MADE in view.summary()
     assert all(row["time_s"] is None for row in view.rows)
-    assert StreamView(run, smollm2).header["provenance"] == "recorded"
+    assert StreamView(run, speaker).header["provenance"] == "recorded"
 
 
-def test_every_sequence_can_be_chosen_and_no_other(run: Trace, smollm2: Model) -> None:
-    view = StreamView(run, smollm2)
+def test_every_sequence_can_be_chosen_and_no_other(run: Trace, speaker: Model) -> None:
+    view = StreamView(run, speaker)
     assert view.header["sequences"] == ["r0", "r0.1", "r1"]
     view.sequence_id = "r1"
     assert len(view.rows) == 3
@@ -269,21 +269,21 @@ def test_every_sequence_can_be_chosen_and_no_other(run: Trace, smollm2: Model) -
     assert (view.sequence_id, len(view.rows)) == ("r1", 3)
 
 
-def test_rows_are_plain_data(run: Trace, smollm2: Model) -> None:
-    view = StreamView(run, smollm2)
+def test_rows_are_plain_data(run: Trace, speaker: Model) -> None:
+    view = StreamView(run, speaker)
     assert json.loads(json.dumps(view.rows)) == view.rows
 
 
-def test_a_saved_trace_shows_the_same(run: Trace, smollm2: Model, tmp_path) -> None:
+def test_a_saved_trace_shows_the_same(run: Trace, speaker: Model, tmp_path) -> None:
     run.save(tmp_path / "run.json.gz")
-    again = StreamView(Trace.load(tmp_path / "run.json.gz"), smollm2.tokenizer)
-    view = StreamView(run, smollm2)
+    again = StreamView(Trace.load(tmp_path / "run.json.gz"), speaker.tokenizer)
+    view = StreamView(run, speaker)
     assert (again.rows, again.header) == (view.rows, view.header)
 
 
-def test_long_streams_are_cut_and_say_so(smollm2: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_streams_are_cut_and_say_so(speaker: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_view, "MAX_ROWS", 3)
-    view = StreamView.from_tokens(smollm2, smollm2.tokenizer.encode("one two three four five"))
+    view = StreamView.from_tokens(speaker, speaker.tokenizer.encode("one two three four five"))
     assert (len(view.rows), view.header["cut"]) == (3, 2)
 
 
@@ -299,33 +299,33 @@ def test_long_streams_are_cut_and_say_so(smollm2: Model, monkeypatch: pytest.Mon
     ],
 )
 def test_bad_tokens_and_stops_are_named(
-    smollm2: Model, token_ids: list, stop: object, message: str
+    speaker: Model, token_ids: list, stop: object, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        StreamView.from_tokens(smollm2, token_ids, stop=stop)  # type: ignore[arg-type]
+        StreamView.from_tokens(speaker, token_ids, stop=stop)  # type: ignore[arg-type]
 
 
-def test_a_view_needs_a_run_and_a_tokenizer(smollm2: Model) -> None:
+def test_a_view_needs_a_run_and_a_tokenizer(speaker: Model) -> None:
     with pytest.raises(ValueError, match="holds no request"):
-        StreamView(Trace(), smollm2)
+        StreamView(Trace(), speaker)
     with pytest.raises(ValueError, match="has no tokenizer"):
         StreamView(two_requests(), random_model())
     waiting = two_requests()
     del waiting.steps[1:]
     with pytest.raises(ValueError, match="sequence_id='second' has no token in this trace"):
-        StreamView(waiting, smollm2, "second")
+        StreamView(waiting, speaker, "second")
 
 
-def test_a_token_cannot_break_out_of_the_page(smollm2: Model) -> None:
-    ids = smollm2.tokenizer.encode("</script><script>window.hacked = 1</script>")
-    assert "</script><script>window" not in widget_page(StreamView.from_tokens(smollm2, ids))
+def test_a_token_cannot_break_out_of_the_page(speaker: Model) -> None:
+    ids = speaker.tokenizer.encode("</script><script>window.hacked = 1</script>")
+    assert "</script><script>window" not in widget_page(StreamView.from_tokens(speaker, ids))
 
 
 @pytest.mark.skipif(find_browser() is None, reason="needs Chromium or Chrome")
 def test_a_saved_notebook_gets_a_small_picture(
-    run: Trace, smollm2: Model, monkeypatch: pytest.MonkeyPatch
+    run: Trace, speaker: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PDLAB_PICTURES", "1")
-    data, _ = StreamView(run, smollm2, step=5)._repr_mimebundle_()
+    data, _ = StreamView(run, speaker, step=5)._repr_mimebundle_()
     assert 8_000 < len(data["image/png"]) * 3 / 4 < 80_000
     assert len(data["text/plain"]) > 20
