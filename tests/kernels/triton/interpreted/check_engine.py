@@ -8,19 +8,9 @@ import torch
 from pdlab import Engine, EngineConfig, ModelConfig, SamplingParams
 from pdlab.engine.triton_forward import why_not
 
-from ....helpers import random_model, random_prompt, run_watched
+from ....helpers import TINY, random_model, random_prompt, run_watched
 
-SHAPE = ModelConfig(
-    family="llama",
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    max_model_len=96,
-)
+SHAPE = replace(TINY, head_dim=64)
 GREEDY = SamplingParams(max_tokens=3, ignore_eos=True)
 BOTH = ("triton", "torch")
 
