@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from pdlab.cli.bench_speculation import speculation
 from pdlab.cli.bench_weights import weights
 from pdlab.cli.errors import one_line_errors
 
@@ -22,12 +23,21 @@ app = typer.Typer(
 
 bench_app = typer.Typer()
 bench_app.command()(weights)
+bench_app.command()(speculation)
 app.add_typer(bench_app, name="bench")
 
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 WeightsOption = Annotated[
     str,
     typer.Option(help="Format: auto (the plain dtype), file (a GGUF's own), int8, int4:gptq, ..."),
+]
+
+SpeculateOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Guess tokens ahead: prompt_lookup:5, self:int4:4, early_exit:10:3, model:NAME:4; "
+        "auto in place of the last number finds out how many pay."
+    ),
 ]
 
 
@@ -63,6 +73,7 @@ def run(
     ] = None,
     weights: WeightsOption = "auto",
     device: DeviceOption = "cpu",
+    speculate: SpeculateOption = None,
     save: Annotated[
         Path | None, typer.Option(help="Write the trace here, say run.json.gz.")
     ] = None,
@@ -83,6 +94,7 @@ def run(
                 chunk_size=chunk_size,
                 weights=weights,
                 device=device,
+                speculate=speculate,
                 save=save,
             )
         )
@@ -104,6 +116,7 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
     weights: WeightsOption = "auto",
     device: DeviceOption = "cpu",
+    speculate: SpeculateOption = None,
     save: Annotated[
         Path | None, typer.Option(help="Write the trace here, say chat.json.gz.")
     ] = None,
@@ -123,6 +136,7 @@ def chat(
                 max_tokens=max_tokens,
                 weights=weights,
                 device=device,
+                speculate=speculate,
                 save=save,
             )
         )
@@ -216,6 +230,7 @@ def replay(
     ] = "smollm2-135m",
     weights: WeightsOption = "auto",
     device: DeviceOption = "cpu",
+    speculate: SpeculateOption = None,
     ttft_slo_ms: Annotated[float, typer.Option(help="Latest first token that is good.")] = 2000,
     tpot_slo_ms: Annotated[float, typer.Option(help="Slowest pace after it that is good.")] = 250,
     seed: Annotated[int, typer.Option(help="Of the prompts, and of a workload.", min=0)] = 0,
@@ -284,6 +299,7 @@ def replay(
                 model=model,
                 weights=weights,
                 device=device,
+                speculate=speculate,
                 ttft_slo_ms=ttft_slo_ms,
                 tpot_slo_ms=tpot_slo_ms,
                 seed=seed,

@@ -13,6 +13,7 @@ from typing import cast
 from rich.console import Console
 from rich.table import Table
 
+from pdlab.cli.speculation import parse_speculation
 from pdlab.cli.text import counted, seconds, si
 from pdlab.cli.walk import CONTROL_CHARACTERS, check_save
 from pdlab.engine import Engine, EngineConfig, SamplingParams
@@ -44,6 +45,7 @@ class Chat:
     max_tokens: int = 256
     weights: str = "auto"
     device: str = "cpu"
+    speculate: str | None = None
     save: Path | None = None
 
 
@@ -61,9 +63,11 @@ def chat(asked: Chat) -> None:
     )
     check_save(asked.save)
     console = Console(highlight=False)
+    speculation = parse_speculation(asked.speculate)
     model = load(asked.model, weights=asked.weights, device=asked.device)
     # a trace grows with every step, and a chat has no end: kept only to be saved
-    with Engine(model, EngineConfig(record_trace=asked.save is not None)) as engine:
+    config = EngineConfig(record_trace=asked.save is not None, speculation=speculation)
+    with Engine(model, config) as engine:
         terminal = Terminal(console, Conversation(engine, params, asked.system))
         terminal.greet()
         terminal.talk()

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from pdlab.cli.replay_traffic import ServingReplay, Traffic
 from pdlab.cli.serving_view import LiveView, print_summary
+from pdlab.cli.speculation import parse_speculation
 from pdlab.cli.text import counted, seconds
 from pdlab.cli.walk import check_save
 from pdlab.costmodel import StepTimes
@@ -64,6 +65,8 @@ def check_together(given: Collection[str], options: Mapping[str, str]) -> None:
             raise ValueError(
                 f"{options[name]} and --hardware: the published times are of one model"
             )
+    if "speculate" in given and "simulate" in given:
+        raise ValueError("--speculate and --simulate: which drafts stand is not simulated")
     if "save" in given and "simulate" in given:
         raise ValueError("--save and --simulate: a simulation has no trace; --json has its metrics")
     if "rate" in given and "clients" in given:
@@ -188,6 +191,7 @@ def _config(asked: ServingReplay, knobs: Mapping[str, Any]) -> EngineConfig:
         max_num_batched_tokens=asked.budget,
         chunk_size=asked.chunk_size,
         record_trace=asked.save is not None,
+        speculation=parse_speculation(asked.speculate),
         **{name: value for name, value in chosen.items() if value is not None},
         **knobs,
     )

@@ -44,6 +44,7 @@ class ServingReplay:
     model: str = "smollm2-135m"
     weights: str = "auto"
     device: str = "cpu"
+    speculate: str | None = None
     ttft_slo_ms: float = 2000
     tpot_slo_ms: float = 250
     seed: int = 0

@@ -73,9 +73,14 @@ def decode_stages(records: Sequence[StepRecord]) -> list[Stage]:
     time_s = sum(record.wall_s for record in records)
     median = sorted(records, key=lambda record: record.wall_s)[len(records) // 2]
     return [
-        Stage("decode", len(records), time_s, total, records[-1].kv_used_bytes),
+        Stage("decode", num_put_out(records), time_s, total, records[-1].kv_used_bytes),
         _whole_step("median step", median),
     ]
+
+
+def num_put_out(records: Sequence[StepRecord]) -> int:
+    """Tokens of the output that steps gave; with drafts, a step may give several."""
+    return sum(len(part.put_out) for record in records for part in record.sequences)
 
 
 def _whole_step(name: str, record: StepRecord) -> Stage:

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pdlab.cli.errors import INTERRUPTED
-from pdlab.cli.stages import ElementBytes, Stage, decode_stages, prefill_stages
+from pdlab.cli.speculation import drafts_line, parse_speculation
+from pdlab.cli.stages import ElementBytes, Stage, decode_stages, num_put_out, prefill_stages
 from pdlab.cli.text import counted, seconds, si
 from pdlab.costmodel import Hardware, StepCost, calibrate, mbu, mfu, predict
 from pdlab.engine import Engine, EngineConfig, RequestOutput, SamplingParams
@@ -44,6 +45,7 @@ class Walk:
     chunk_size: int | None = None
     weights: str = "auto"
     device: str = "cpu"
+    speculate: str | None = None
     save: Path | None = None
 
 
@@ -67,7 +69,11 @@ def run_prompt(walk: Walk) -> None:
     params = SamplingParams(
         temperature=walk.temperature, max_tokens=walk.max_tokens, seed=walk.seed
     )
-    config = EngineConfig(exact=walk.exact, chunk_size=walk.chunk_size)
+    config = EngineConfig(
+        exact=walk.exact,
+        chunk_size=walk.chunk_size,
+        speculation=parse_speculation(walk.speculate),
+    )
     check_save(walk.save)
     console = Console(highlight=False)
     model = load(walk.model, weights=walk.weights, device=walk.device)
@@ -78,7 +84,7 @@ def run_prompt(walk: Walk) -> None:
         steps, output = _generate(console, engine, tokenized, prompt_ids, params)
         if steps.decode:
             _print_stages(console, decode_stages(steps.decode))
-        _print_summary(console, model, steps, output)
+        _print_summary(console, model, steps, output, speculates=config.speculation is not None)
         if walk.save:
             engine.trace.save(walk.save)
             console.print(f"trace: {walk.save}", soft_wrap=True)
@@ -190,12 +196,14 @@ def _print_stages(console: Console, stages: Sequence[Stage]) -> None:
     console.print()
 
 
-def _print_summary(console: Console, model: Model, steps: Steps, output: RequestOutput) -> None:
+def _print_summary(
+    console: Console, model: Model, steps: Steps, output: RequestOutput, speculates: bool
+) -> None:
     """Latencies, and beside them what the cost model predicts from this machine's ceilings."""
     metrics, interrupted = output.metrics, output.finish_reason == "abort"
     latencies = [
         ("TTFT, time to first token", metrics.ttft_s, steps.prefill, 1),
-        ("TPOT, time per output token", metrics.tpot_s, steps.decode, len(steps.decode)),
+        ("TPOT, time per output token", metrics.tpot_s, steps.decode, num_put_out(steps.decode)),
     ]
     hardware = None if interrupted else _ceilings(console, model)
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -213,6 +221,8 @@ def _print_summary(console: Console, model: Model, steps: Steps, output: Request
     console.print(table)
     if hardware:
         console.print("[dim]" + HOW_TO_READ)
+    if speculates:
+        console.print(drafts_line(metrics) + "; counted and predicted is the model without them")
     console.print(
         f"finished: {output.finish_reason}, {counted(metrics.num_output_tokens, 'token')}"
     )
