@@ -41,13 +41,13 @@ prompt = (
 )
 print(len(model.tokenizer.encode(prompt)), "tokens of prompt")
 guess.predict(
-    "With about a hundred tokens of text, the next token takes how many times as long without a cache?",
+    "With about eighty tokens of text, the next token takes how many times as long without a cache?",
     key="naive",
     unit="times",
 )
 
 # %%
-comparison = wb.compare_with_naive(model, prompt, 48)
+comparison = wb.compare_with_naive(model, prompt, 32)
 print("same tokens:", comparison.same_tokens)
 wb.show(wb.figures.naive_against_cached(comparison))
 
