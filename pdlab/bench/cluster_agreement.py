@@ -15,7 +15,6 @@ from typing import Protocol
 
 from tqdm.auto import tqdm
 
-from pdlab.bench.agreement import REHEARSAL
 from pdlab.costmodel import LinearStepTimes, fit_step_times
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.hosts.processes import process_cluster
@@ -35,8 +34,8 @@ from pdlab.workload.step_shapes import Sample, samples_of
 ENGINE = EngineConfig(
     num_blocks=512, max_num_seqs=32, max_num_batched_tokens=2048, max_model_len=2048
 )
-NUM_REHEARSED, HASTE = 24, 2.0
-"""Requests of a rehearsal, and how many times as fast they come."""
+REHEARSAL, NUM_REHEARSED, HASTE = "mixed", 24, 2.0
+"""What a rehearsal serves: of which workload, how many requests, how many times as fast."""
 TOLERANCE = 0.15
 METRICS = ("ttft_s", "tpot_s")
 

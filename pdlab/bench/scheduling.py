@@ -8,11 +8,10 @@ time a step, and what is kept of all.
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -22,7 +21,7 @@ import torch
 
 from pdlab.bench.agreement import Agreement, measure_agreement
 from pdlab.bench.published_fits import FitErrors, measure_published
-from pdlab.costmodel import LinearStepTimes, published
+from pdlab.costmodel import published
 from pdlab.engine import Engine, EngineConfig
 from pdlab.engine.batch import prepare
 from pdlab.engine.runner import StepOutput
@@ -34,10 +33,10 @@ from pdlab.models import Model
 from pdlab.requirements import require_choice, require_int
 from pdlab.sampling import Sampled, SamplingParams
 from pdlab.trace import Candidate
-from pdlab.workload import scaled
+from pdlab.workload import WORKLOADS, scaled
 from pdlab.workload.serving import SLO
 from pdlab.workload.simulation import simulate
-from pdlab.workload.step_calibration import IdleRunner
+from pdlab.workload.step_calibration import LEAST_SHARE, IdleRunner, ProcessorShare
 from pdlab.workload.synthetic import AZURE_CONVERSATION, azure_like
 
 VERSIONS = ("pdlab", "torch", "numpy")
@@ -186,6 +185,7 @@ def _parts(engine: Engine) -> dict[str, float]:
 # --- all together --------------------------------------------------------------------------------
 
 SECTIONS = ("agreement", "simulator", "overhead", "published")
+SHARE_TESTS = 50
 
 
 @dataclass(frozen=True)
@@ -195,20 +195,57 @@ class SchedulingBench:
     model: dict[str, Any]
     config: dict[str, Any]
     """Knobs of the engine that served the workloads."""
-    step_times: LinearStepTimes | None
     agreements: list[Agreement]
     speeds: list[SimulatorSpeed]
     overheads: list[StepOverhead]
     published: list[FitErrors]
     machine: dict[str, str | int | float | None]
-    """As in a trace, and `load_before`: processes that wanted to run before the measurement."""
+    """As in a trace, and `processor_share`: what this process got before the measurement began."""
     versions: dict[str, str]
 
     @property
     def busy(self) -> bool:
-        """Whether other processes had work for half a core or more before this one began."""
-        load = self.machine.get("load_before")
-        return isinstance(load, float) and load >= 0.5
+        """Whether other processes took a fifth of the processor or more."""
+        before = self.machine["processor_share"]
+        shares = [turn.processor_share for each in self.agreements for turn in each.turns]
+        return min([before if isinstance(before, float) else 1.0, *shares]) < LEAST_SHARE
+
+    def with_parts_of(self, earlier: SchedulingBench) -> SchedulingBench:
+        """Also what was measured earlier, where it was not measured now; turns of other seeds
+        join.
+
+        Raises:
+            ValueError: that was another machine, model or configuration.
+        """
+        earlier.require_like(self.model, self.config, self.machine)
+        found = {each.workload: each for each in earlier.agreements}
+        for each in self.agreements:
+            before = found.get(each.workload)
+            found[each.workload] = each.with_turns_of(before) if before else each
+        return replace(
+            self,
+            agreements=[found[name] for name in WORKLOADS if name in found],
+            speeds=self.speeds or earlier.speeds,
+            overheads=self.overheads or earlier.overheads,
+            published=self.published or earlier.published,
+        )
+
+    def require_like(
+        self, model: dict[str, Any], config: dict[str, Any], machine: dict[str, Any]
+    ) -> None:
+        """That parts measured so may stand beside these.
+
+        Raises:
+            ValueError: they may not.
+        """
+        for name in ("processor", "threads", "device"):
+            if machine[name] != self.machine[name]:
+                raise ValueError(
+                    f"{name}={machine[name]!r}: what was kept is of {self.machine[name]!r}"
+                )
+        for name, new, old in (("model", model, self.model), ("config", config, self.config)):
+            if different := [key for key in new if new[key] != old.get(key)]:
+                raise ValueError(f"{name} differs in {', '.join(different)} from what was kept")
 
     def save(self, path: Path) -> None:
         """Write JSON, with four significant digits."""
@@ -218,11 +255,9 @@ class SchedulingBench:
     def load(cls, path: Path) -> SchedulingBench:
         """Read what `save` wrote."""
         data = json.loads(path.read_text(encoding="utf-8"))
-        times = data["step_times"]
         return cls(
             **data
             | {
-                "step_times": times and LinearStepTimes.from_dict(times),
                 "agreements": [Agreement.from_dict(each) for each in data["agreements"]],
                 "speeds": [SimulatorSpeed(**each) for each in data["speeds"]],
                 "overheads": [StepOverhead(**each) for each in data["overheads"]],
@@ -236,12 +271,15 @@ def measure_scheduling(
     config: EngineConfig | None = None,
     *,
     sections: Sequence[str] = SECTIONS,
-    num_requests: int = 20,
-    repeats: int = 3,
+    workloads: Sequence[str] = tuple(WORKLOADS),
+    num_requests: int = 24,
+    repeats: int = 2,
+    seed: int = 0,
     rate: float = 1.0,
     slo: SLO | None = None,
     num_simulated: int = 10_000,
     published_data: Path | None = None,
+    earlier: SchedulingBench | None = None,
     progress: bool = False,
 ) -> SchedulingBench:
     """Measure what is asked for, the long part last.
@@ -249,21 +287,41 @@ def measure_scheduling(
     Args:
         config: knobs of the engine that serves the workloads.
         sections: of `SECTIONS`. `published` needs `published_data`, and is left out without.
-        num_requests, repeats, rate, slo: of the agreement (see `measure_agreement`).
+        workloads, num_requests, repeats, seed, rate, slo: of the agreement; see
+            `measure_agreement`.
         num_simulated: requests of the simulator's test.
         published_data: a folder with `distserve_sim` and `splitwise_sim`.
+        earlier: what was measured before and is kept, see `with_parts_of`.
 
     Raises:
-        ValueError: a number is out of range, or there is no such section.
+        ValueError: a number is out of range, there is no such section, or `earlier` is of another
+            machine, model or configuration.
     """
     for name in sections:
         require_choice("sections", name, SECTIONS)
     config = config or EngineConfig()
-    machine = describe_machine() | {
+    machine: dict[str, str | int | float | None] = {
+        **describe_machine(),
         "threads": torch.get_num_threads(),
         "device": str(model.decoder.device),
-        "load_before": _load(),
+        "processor_share": _processor_share(model),
     }
+    found = SchedulingBench(
+        model={
+            "name": model.name,
+            "dtype": str(model.decoder.dtype).removeprefix("torch."),
+            "num_parameters": model.config.num_parameters,
+        },
+        config=config.to_dict(),
+        agreements=[],
+        speeds=[],
+        overheads=[],
+        published=[],
+        machine=machine,
+        versions={name: version(name) for name in VERSIONS},
+    )
+    if earlier:
+        earlier.require_like(found.model, found.config, found.machine)
     fits = measure_published(published_data) if published_data and "published" in sections else []
     overheads = [
         measure_overhead(model, record_trace=records)
@@ -275,41 +333,35 @@ def measure_scheduling(
         for rate_rps in RATES_RPS
         if "simulator" in sections
     ]
-    agreements: list[Agreement] = []
-    times = None
-    if "agreement" in sections:
-        agreements, times = measure_agreement(
+    agreements = (
+        measure_agreement(
             model,
             config,
+            workloads=workloads,
             num_requests=num_requests,
             repeats=repeats,
+            seed=seed,
             rate=rate,
             slo=slo,
             progress=progress,
         )
-    return SchedulingBench(
-        model={
-            "name": model.name,
-            "dtype": str(model.decoder.dtype).removeprefix("torch."),
-            "num_parameters": model.config.num_parameters,
-        },
-        config=config.to_dict(),
-        step_times=times,
-        agreements=agreements,
-        speeds=speeds,
-        overheads=overheads,
-        published=fits,
-        machine=machine,
-        versions={name: version(name) for name in VERSIONS},
+        if "agreement" in sections
+        else []
     )
+    found = replace(
+        found, agreements=agreements, speeds=speeds, overheads=overheads, published=fits
+    )
+    return found.with_parts_of(earlier) if earlier else found
 
 
-def _load() -> float | None:
-    """Processes that wanted to run in the last minute; None where the system does not count."""
-    try:
-        return round(os.getloadavg()[0], 2)
-    except (AttributeError, OSError):
+def _processor_share(model: Model) -> float | None:
+    """What this process gets of the processor; None where the model is elsewhere."""
+    if model.decoder.device.type != "cpu":
         return None
+    share = ProcessorShare()
+    for _ in range(SHARE_TESTS):
+        share.test()
+    return round(share(), 2)
 
 
 def _rounded(value: Any) -> Any:

@@ -405,8 +405,9 @@ def sampling(
 
 @bench_app.command()
 def scheduling(
-    requests: Annotated[int, typer.Option(help="Of each workload.")] = 20,
-    repeats: Annotated[int, typer.Option(help="Times that the engine serves each.")] = 3,
+    requests: Annotated[int, typer.Option(help="Of each workload, each turn.")] = 24,
+    repeats: Annotated[int, typer.Option(help="Turns, each with requests of its own.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of the first turn; the next has the next.")] = 0,
     rate: Annotated[float, typer.Option(help="Of arrivals: a multiple of each workload's.")] = 1.0,
     ttft_slo_ms: Annotated[
         float | None,
@@ -420,6 +421,10 @@ def scheduling(
         list[str] | None,
         typer.Option(help="agreement, simulator, overhead or published; may be given twice."),
     ] = None,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(help="short chat, long documents or mixed; may be given twice."),
+    ] = None,
     published: Annotated[
         Path | None,
         typer.Option(help="A folder with distserve_sim and splitwise_sim, to compare with."),
@@ -429,13 +434,14 @@ def scheduling(
     ] = "smollm2-135m",
     device: DeviceOption = "cpu",
     save: Annotated[
-        Path | None, typer.Option(help="Write the measurement here, say scheduling.json.")
+        Path | None,
+        typer.Option(help="Write it here; what is there stays, and turns of other seeds join."),
     ] = None,
 ) -> None:
     """The simulator beside the engine, and what scheduling and simulating take.
 
-    By default some 12 minutes for smollm2-135m on two idle cores, nearly all of it the agreement:
-    the engine serves three workloads in real time, which takes requests x repeats x 8 s at rate 1.
+    By default some 8 minutes for smollm2-135m on two idle cores, nearly all of it the agreement:
+    the engine serves 48 requests of each of three workloads, in two turns.
     """
     with one_line_errors():
         from pdlab.cli.bench_scheduling import AskedScheduling, bench_scheduling
@@ -446,10 +452,12 @@ def scheduling(
                 device=device,
                 num_requests=requests,
                 repeats=repeats,
+                seed=seed,
                 rate=rate,
                 ttft_slo_ms=ttft_slo_ms,
                 tpot_slo_ms=tpot_slo_ms,
                 sections=only or (),
+                workloads=workload or (),
                 published=published,
                 save=save,
             )

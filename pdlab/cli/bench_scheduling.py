@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pdlab.bench.agreement import METRICS, TOLERANCES, WITHIN_LIMIT, Agreement
+from pdlab.bench.agreement import METRICS, TOLERANCES, WITHIN_LIMIT, Agreement, Turn
 from pdlab.bench.published_fits import FitErrors
 from pdlab.bench.scheduling import (
     SECTIONS,
@@ -22,7 +22,8 @@ from pdlab.bench.scheduling import (
 from pdlab.cli.text import counted, seconds
 from pdlab.cli.walk import check_save
 from pdlab.models import load
-from pdlab.requirements import require_choice, require_int, require_number
+from pdlab.requirements import LARGEST_SEED, require_choice, require_int, require_number
+from pdlab.workload import WORKLOADS
 from pdlab.workload.serving import SLO
 
 HEADS = {"ttft_s": "median TTFT", "tpot_s": "median TPOT", "goodput_per_s": "goodput"}
@@ -36,12 +37,15 @@ class AskedScheduling:
     device: str
     num_requests: int
     repeats: int
+    seed: int
     rate: float
     """Of the workloads, as a multiple of their own."""
     ttft_slo_ms: float | None
     tpot_slo_ms: float | None
     """Both, or neither for limits that suit each workload."""
     sections: Sequence[str]
+    workloads: Sequence[str]
+    """Of the agreement; none for all."""
     published: Path | None
     save: Path | None
 
@@ -55,21 +59,28 @@ def bench_scheduling(asked: AskedScheduling) -> None:
     check_save(asked.save)
     for name in asked.sections:
         require_choice("only", name, SECTIONS)
+    for name in asked.workloads:
+        require_choice("workload", name, tuple(WORKLOADS))
     for name, value in {"requests": asked.num_requests, "repeats": asked.repeats}.items():
         require_int(name, value, least=1, most=10_000)
+    require_int("seed", asked.seed, 0, LARGEST_SEED // 4)
     if asked.published and not asked.published.is_dir():
         raise ValueError(f"published={str(asked.published)!r} is no directory")
     require_number("rate", asked.rate, 0.01, 100)
+    earlier = _earlier(asked.save)
     slo = _slo(asked.ttft_slo_ms, asked.tpot_slo_ms)
     console = Console(highlight=False)
     found = measure_scheduling(
         load(asked.model, device=asked.device),
         sections=asked.sections or SECTIONS,
+        workloads=asked.workloads or tuple(WORKLOADS),
         num_requests=asked.num_requests,
         repeats=asked.repeats,
+        seed=asked.seed,
         rate=asked.rate,
         slo=slo,
         published_data=asked.published,
+        earlier=earlier,
         progress=console.is_terminal,
     )
     for part in _report(found):
@@ -77,6 +88,16 @@ def bench_scheduling(asked: AskedScheduling) -> None:
     if asked.save:
         found.save(asked.save)
         console.print(f"saved: {asked.save}", soft_wrap=True)
+
+
+def _earlier(path: Path | None) -> SchedulingBench | None:
+    """What stands in the file that is to be written; None if there is none yet."""
+    if path is None or not path.exists():
+        return None
+    try:
+        return SchedulingBench.load(path)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"save={str(path)!r} is there, and holds no such measurement") from error
 
 
 def _slo(ttft_ms: float | None, tpot_ms: float | None) -> SLO | None:
@@ -96,11 +117,11 @@ def _report(found: SchedulingBench) -> Iterator[str | Table]:
     )
     if found.busy:
         yield (
-            f"Other processes were at work (load {machine['load_before']}): measured times may be "
-            "too high, and change from one moment to the next."
+            "Other processes were at work: measured times may be too high, and change from one "
+            "moment to the next."
         )
     if found.agreements:
-        yield from _agreement(found)
+        yield from _agreement(found.agreements)
     if found.speeds:
         yield from _speeds(found.speeds)
     if found.overheads:
@@ -109,63 +130,58 @@ def _report(found: SchedulingBench) -> Iterator[str | Table]:
         yield from _published(found.published)
 
 
-def _agreement(found: SchedulingBench) -> Iterator[str | Table]:
-    times, first = found.step_times, found.agreements[0]
-    assert times is not None
+def _agreement(agreements: Sequence[Agreement]) -> Iterator[str | Table]:
     yield (
-        f"\n[bold]the engine, measured, and the simulator[/]: "
-        f"{counted(first.num_requests, 'request')} each, served {len(first.measured)} times: "
-        "median, lowest and highest"
+        "\n[bold]the engine, measured, and the simulator[/] with step times measured between the "
+        "steps of the same run"
     )
     yield (
         "goodput: requests a second within both limits; unless given, each limit is where the "
         f"simulation alone says that {WITHIN_LIMIT:.0%} of the workload keep it"
     )
-    for agreement in found.agreements:
+    for agreement in agreements:
         yield (
-            f"  {agreement.workload}: TTFT up to {seconds(agreement.slo.ttft_s)} and TPOT up to "
-            f"{seconds(agreement.slo.tpot_s)}"
+            f"  {agreement.workload}: {counted(agreement.num_requests, 'request')}, TTFT up to "
+            f"{seconds(agreement.slo.ttft_s)} and TPOT up to {seconds(agreement.slo.tpot_s)}"
         )
-    yield (
-        f"the simulator's step times: fit to {times.num_samples} measured steps, median error "
-        f"{times.median_error:.1%}, worst {times.worst_error:.0%}"
-    )
-    table = _new_table("", "measured", "", "simulated", "ratio", "within")
-    for agreement in found.agreements:
+    table = _new_table("", "measured", "simulated", "ratio", "within")
+    for agreement in agreements:
         table.add_row(f"{agreement.workload}, {agreement.rate_rps:g}/s")
         for metric in METRICS:
             table.add_row(*_agreement_row(agreement, metric))
-        table.add_row(*_attainment_row(agreement))
-        table.add_row("  all its steps", "", "", "", f"{agreement.step_ratio:.2f}")
+        shares = (agreement.measured.attainment, agreement.simulated.attainment)
+        table.add_row("  within limits", *(f"{share:.0%}" for share in shares))
     yield table
-    yield "the same, simulated with step times fitted to the served runs themselves:"
-    for agreement in found.agreements:
-        if agreement.refitted:
-            ratios = [_times(agreement.refitted_ratio(metric)) for metric in METRICS]
-            yield f"  {agreement.workload}: ratios {', '.join(ratios)}"
+    for agreement in agreements:
+        for turn in agreement.turns:
+            yield _turn(agreement.workload, turn)
+    yield (
+        "the same, simulated at the pace of the served runs (all step times multiplied by one "
+        "number a turn, so that the runs' steps take as long in all):"
+    )
+    for agreement in agreements:
+        ratios = [f"{HEADS[metric]} {_times(agreement.paced_ratio(metric))}" for metric in METRICS]
+        yield f"  {agreement.workload}: ratios of {', '.join(ratios)}"
 
 
 def _agreement_row(agreement: Agreement, metric: str) -> list[str]:
     most = TOLERANCES[metric]
-    values = [getattr(numbers, metric) for numbers in agreement.measured]
     return [
         f"  {HEADS[metric]}",
-        _shown(metric, agreement.served(metric)),
-        f"{_shown(metric, min(values))} to {_shown(metric, max(values))}",
+        _shown(metric, getattr(agreement.measured, metric)),
         _shown(metric, getattr(agreement.simulated, metric)),
         _times(agreement.ratio(metric)),
         f"{most:.0%}: {'yes' if agreement.is_within(metric) else 'no'}",
     ]
 
 
-def _attainment_row(agreement: Agreement) -> list[str]:
-    shares = [numbers.attainment for numbers in agreement.measured]
-    return [
-        "  within limits",
-        f"{agreement.served('attainment'):.0%}",
-        f"{min(shares):.0%} to {max(shares):.0%}",
-        f"{agreement.simulated.attainment:.0%}",
-    ]
+def _turn(workload: str, turn: Turn) -> str:
+    times = turn.step_times
+    return (
+        f"  {workload}, seed {turn.seed}: {counted(times.num_samples, 'step')} fitted, median "
+        f"error {times.median_error:.1%}, worst {times.worst_error:.0%}; all steps of the run: "
+        f"ratio {turn.step_ratio:.2f}; {turn.processor_share:.0%} of the processor"
+    )
 
 
 def _times(ratio: float | None) -> str:

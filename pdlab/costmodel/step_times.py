@@ -7,7 +7,7 @@ grows in jumps), so a fit carries its own error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -67,6 +67,11 @@ class LinearStepTimes:
     padded_context_s: float
     """Of each token that the decodes read if all are padded to the longest context, which is how
     the engine's attention takes them in one call."""
+    two_rows_s: float | None = None
+    """In place of `rows_s` if the step computes two tokens; None for the same. Products of so few
+    rows have kernels of their own: three rows may well take longer than four."""
+    three_rows_s: float | None = None
+    """As `two_rows_s`, for three."""
     median_error: float = 0.0
     """Of the fit: relative, 0.05 is 5%."""
     worst_error: float = 0.0
@@ -77,7 +82,8 @@ class LinearStepTimes:
         if not isinstance(self.basis, str):
             raise ValueError(f"basis={self.basis!r:.60} must be a text")
         for name in (*COSTS, "median_error", "worst_error"):
-            require_number(name, getattr(self, name), 0, LONGEST_S)
+            if getattr(self, name) is not None or name not in FEW_ROWS:
+                require_number(name, getattr(self, name), 0, LONGEST_S)
         require_int("num_samples", self.num_samples, least=0)
 
     def step_s(self, shape: StepShape) -> float:
@@ -94,7 +100,16 @@ class LinearStepTimes:
             + self.context_s * context
             + self.padded_context_s * (padded if padded > context else context)
         )
-        return seconds + self.rows_s if tokens + decodes > 1 else seconds
+        rows = tokens + decodes
+        if rows < 2:
+            return seconds
+        few = None if rows > 3 else self.two_rows_s if rows == 2 else self.three_rows_s
+        return seconds + (self.rows_s if few is None else few)
+
+    def times(self, factor: float) -> LinearStepTimes:
+        """All costs multiplied: a machine of another pace."""
+        costs = {name: getattr(self, name) for name in COSTS}
+        return replace(self, **{name: cost and factor * cost for name, cost in costs.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON."""
@@ -115,8 +130,12 @@ COSTS = (
     "decode_s",
     "context_s",
     "padded_context_s",
+    "two_rows_s",
+    "three_rows_s",
 )
 """The costs that a step's time is the sum of."""
+FEW_ROWS = {"two_rows_s": 2, "three_rows_s": 3}
+"""Those of steps that compute just so many tokens."""
 NUM_REFITS = 3
 LARGEST_FACTOR = 10.0
 """Between a measured time and the fit, as far as weights go."""
@@ -128,7 +147,7 @@ def fit_step_times(samples: Sequence[tuple[StepShape, float]], basis: str) -> Li
     """Least squares over non-negative costs, weighing relative errors alike.
 
     So 5% off counts the same for a decode as for a long prompt. A cost that no sample tells apart
-    from the others comes out as 0.
+    from the others comes out as 0, those of few rows as None where no sample has so few.
 
     Args:
         samples: shapes of steps and their seconds.
@@ -137,13 +156,15 @@ def fit_step_times(samples: Sequence[tuple[StepShape, float]], basis: str) -> Li
     Raises:
         ValueError: there are fewer different shapes than costs, or a time is not above 0.
     """
-    num_shapes = len({shape for shape, _ in samples})
-    if num_shapes < len(COSTS):
-        raise ValueError(f"samples has {num_shapes} different shapes, the limit is {len(COSTS)}")
+    shapes = {shape for shape, _ in samples}
+    seen = {shape.num_prompt_tokens + shape.num_decodes for shape in shapes}
+    names = [name for name in COSTS if FEW_ROWS.get(name, 1) in {1, *seen}]
+    if len(shapes) < len(names):
+        raise ValueError(f"samples has {len(shapes)} different shapes, the limit is {len(names)}")
     for shape, seconds in samples:
         if not 0 < seconds < LONGEST_S:
             raise ValueError(f"samples has seconds={seconds} of {shape}, not above the limit 0")
-    units = [_with_costs("", [float(cost == name) for cost in COSTS]) for name in COSTS]
+    units = [_with_costs("", {each: float(each == name) for each in names}) for name in names]
     amounts = np.array([[unit.step_s(shape) for unit in units] for shape, _ in samples])
     measured = np.array([seconds for _, seconds in samples])
     scales = measured
@@ -154,12 +175,12 @@ def fit_step_times(samples: Sequence[tuple[StepShape, float]], basis: str) -> Li
         scales = np.maximum(amounts @ costs, measured / LARGEST_FACTOR)
     errors = np.abs(amounts @ costs / measured - 1)
     return replace(
-        _with_costs(basis, costs.tolist()),
+        _with_costs(basis, dict(zip(names, costs.tolist(), strict=True))),
         median_error=float(np.median(errors)),
         worst_error=float(errors.max()),
         num_samples=len(samples),
     )
 
 
-def _with_costs(basis: str, costs: Iterable[float]) -> LinearStepTimes:
-    return LinearStepTimes.from_dict({"basis": basis} | dict(zip(COSTS, costs, strict=True)))
+def _with_costs(basis: str, costs: Mapping[str, float]) -> LinearStepTimes:
+    return LinearStepTimes.from_dict({"basis": basis} | dict(costs))

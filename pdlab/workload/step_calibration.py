@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -39,7 +40,7 @@ from pdlab.requirements import require_int
 from pdlab.sampling import Sampled, SamplingParams
 from pdlab.workload.step_shapes import Sample, shape_of_record
 
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 """Raised when a measurement changes its meaning, so that older files are not read."""
 ROUNDS, ENOUGH_S = 5, 0.6
 """Every step is measured once a round, so that a busy minute does not slow one shape alone; those
@@ -91,13 +92,13 @@ SCENES = (
     Scene((64,), (ALONE, Prompts((64,)), Prompts((256,)))),
     *(Scene((context,), (ALONE,)) for context in (512, 1792)),
     Scene((1024,), (ALONE, Prompts((128,)))),
-    *(Scene((64,) * n, (ALONE,)) for n in (2, 4, 6, 12, 16, 24)),
+    *(Scene((64,) * n, (ALONE,)) for n in (2, 3, 4, 5, 6, 12, 16, 24)),
     Scene((64,) * 8, (ALONE, Prompts((32,)), Prompts((128,)))),
     Scene((64,) * 32, (ALONE, Prompts((64,)), Prompts((256,)))),
-    *(Scene((256,) * n, (ALONE,)) for n in (2, 4, 16, 32)),
+    *(Scene((256,) * n, (ALONE,)) for n in (2, 3, 4, 16, 32)),
     Scene((256,) * 8, (ALONE, Prompts((64,)), Prompts((256,)), Prompts((64, 64)))),
-    *(Scene((512,) * n, (ALONE,)) for n in (4, 8, 16)),
-    *(Scene((1024,) * n, (ALONE,)) for n in (2, 8)),
+    *(Scene((512,) * n, (ALONE,)) for n in (3, 4, 5, 8, 16)),
+    *(Scene((1024,) * n, (ALONE,)) for n in (2, 3, 8)),
     Scene((1024,) * 4, (ALONE, Prompts((256,)), Prompts((256,), 512))),
     Scene((1792, *(64,) * 7), (ALONE, Prompts((256,), 256))),
     Scene((1024, *(128,) * 15), (ALONE,)),
@@ -126,7 +127,7 @@ class Measurement(NamedTuple):
         return self.processor_share >= LEAST_SHARE
 
 
-class _Share:
+class ProcessorShare:
     """Finds out which part of the processor this process gets, in many short tests."""
 
     def __init__(self) -> None:
@@ -202,27 +203,94 @@ def measure_with_share(
     Args:
         rounds: at most so many times each step; None for `ROUNDS`.
     """
-    config = config or EngineConfig()
     rounds = ROUNDS if rounds is None else rounds
     require_int("rounds", rounds, least=1)
-    limit = model.config.max_model_len
-    scenes = [_possible(scene, limit, bool(config.heavy_tokens)) for scene in SCENES]
-    taken: dict[tuple[int, int], list[Sample]] = {}
-    with Engine(model, _measuring(config, scenes)) as engine:
-        draw, share = random.Random(0), _Share()
-        list(_play(engine, *WARM_UP, draw))
-        turns = [(n, scene) for _ in range(rounds) for n, scene in enumerate(scenes)]
-        for n, scene in tqdm(turns, desc="measuring steps", leave=False, disable=not progress):
-            left = {
-                i: prompts
-                for i, prompts in enumerate(scene.beside)
-                if sum(seconds for _, seconds in taken.get((n, i), ())) < ENOUGH_S
-            }
-            for i, sample in _play(engine, scene.contexts, left, draw):
-                taken.setdefault((n, i), []).append(sample)
-            share.test()
-    samples = [(runs[0][0], median(seconds for _, seconds in runs)) for runs in taken.values()]
-    return Measurement(samples, 1.0 if model.decoder.device.type == "cuda" else share())
+    with Calibration(model, config) as calibration:
+        turns = [n for _ in range(rounds) for n in range(calibration.num_scenes)]
+        for n in tqdm(turns, desc="measuring steps", leave=False, disable=not progress):
+            calibration.play(n, enough_s=ENOUGH_S)
+            calibration.share.test()
+        share = 1.0 if model.decoder.device.type == "cuda" else calibration.share()
+        return Measurement(calibration.samples(median), share)
+
+
+class Calibration:
+    """Steps of all shapes on an engine of its own, scene by scene, whenever there is time for one.
+
+    Use it as a context manager: leaving gives the engine's memory back.
+
+    Args:
+        config: only its `TIMING_KNOBS` matter.
+        longest: requests of more tokens are left out, for whoever serves none; None for the longest
+            that the model takes.
+        seed: of prompts, and of the order of the scenes.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig | None = None,
+        *,
+        longest: int | None = None,
+        seed: int = 0,
+    ):
+        config = config or EngineConfig()
+        limit, forgets = model.config.max_model_len, bool(config.heavy_tokens)
+        if longest is not None:
+            limit = min(limit, longest + 1)
+        scenes = (_possible(scene, limit, forgets) for scene in SCENES)
+        self._scenes = [scene for scene in scenes if scene.beside]
+        warm_up = Scene(WARM_UP[0], tuple(WARM_UP[1].values()))
+        self._engine = Engine(model, _measuring(config, [*self._scenes, warm_up]))
+        self._draw = random.Random(seed)
+        self._taken: dict[tuple[int, int], list[Sample]] = {}
+        self.share = ProcessorShare()
+        list(_play(self._engine, *WARM_UP, self._draw))
+
+    def __enter__(self) -> Calibration:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+    @property
+    def num_scenes(self) -> int:
+        return len(self._scenes)
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of all steps so far."""
+        return sum(self._seconds(key) for key in self._taken)
+
+    def play(self, scene: int, *, enough_s: float = math.inf) -> None:
+        """Run the steps of a scene once, without those that have run for `enough_s`."""
+        contexts, beside = self._scenes[scene]
+        left = {
+            i: prompts for i, prompts in enumerate(beside) if self._seconds((scene, i)) < enough_s
+        }
+        for i, sample in _play(self._engine, contexts, left, self._draw):
+            self._taken.setdefault((scene, i), []).append(sample)
+
+    def play_next(self) -> None:
+        """Run the steps of the scene that has had the least time for each, whichever if several.
+
+        So short steps run often and long ones seldom, and all of them now and then.
+        """
+        spent_s = [
+            sum(self._seconds((n, i)) for i in range(len(scene.beside))) / len(scene.beside)
+            for n, scene in enumerate(self._scenes)
+        ]
+        least_s = min(spent_s)
+        self.play(self._draw.choice([n for n, each in enumerate(spent_s) if each == least_s]))
+
+    def samples(self, average: Callable[[list[float]], float]) -> list[Sample]:
+        """Each step that has run, with the average of its seconds."""
+        return [
+            (runs[0][0], average([seconds for _, seconds in runs])) for runs in self._taken.values()
+        ]
+
+    def _seconds(self, key: tuple[int, int]) -> float:
+        return sum(seconds for _, seconds in self._taken.get(key, ()))
 
 
 def _possible(scene: Scene, limit: int, forgets: bool) -> Scene:

@@ -17,6 +17,7 @@ from pdlab.trace import Trace
 from pdlab.workload import step_calibration
 from pdlab.workload.step_calibration import (
     SCENES,
+    Calibration,
     IdleRunner,
     Measurement,
     Prompts,
@@ -159,6 +160,59 @@ def test_the_designed_steps_tell_all_costs_apart() -> None:
     assert np.linalg.cond(matrix) < 50
 
 
+def test_whatever_had_the_least_time_is_measured_next(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of 500 ms runs once while one of 125 runs four times; no scene without a step does."""
+    few = (*FEW[:2], Scene((9,), (Prompts(), Prompts())), FEW[2])
+    monkeypatch.setattr(step_calibration, "SCENES", few)
+    seconds = {0: 0.5, 1: 0.125, 2: 0.0625}
+    played: list[int] = []
+
+    def play(_: object, contexts: tuple, beside: dict, __: object) -> Iterator:
+        scene = [each.contexts for each in few].index(tuple(contexts)) if contexts else 0
+        played.append(scene)
+        yield from ((i, (StepShape(1, scene, i, 0, 0), seconds[scene])) for i in beside)
+
+    with Calibration(model) as calibration:
+        monkeypatch.setattr(step_calibration, "_play", play)
+        assert calibration.num_scenes == 3
+        for _ in range(1 + 4 + 8):
+            calibration.play_next()
+        assert sorted(played[:3]) == [0, 1, 2]
+        assert [played.count(scene) for scene in range(3)] == [1, 4, 8]
+        assert calibration.spent_s == pytest.approx((3 + 2 + 2) * 0.5)
+        samples = calibration.samples(sum)
+        assert samples[-1] == (StepShape(1, 2, 1, 0, 0), 0.5)
+        assert len(samples) == 3 + 2 + 2
+
+
+def test_steps_are_averaged_as_one_likes(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_calibration, "SCENES", FEW)
+    with Calibration(model) as calibration:
+        for _ in range(3):
+            calibration.play(1)
+        calibration.play(1, enough_s=0.0)
+        slowest, fastest = (dict(calibration.samples(average)) for average in (max, min))
+    assert slowest.keys() == fastest.keys()
+    assert len(slowest) == 2
+    assert all(slowest[shape] > fastest[shape] > 0 for shape in slowest)
+
+
+def test_requests_that_nobody_serves_can_be_left_out(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_calibration, "SCENES", FEW)
+    with Calibration(model, longest=47) as calibration:
+        assert calibration.num_scenes == 1
+        calibration.play(0)
+        assert [shape.num_prompt_tokens for shape in shapes(calibration.samples(min))] == [40, 32]
+    with Calibration(model, longest=48) as calibration:
+        calibration.play(0)
+        found = shapes(calibration.samples(min))
+        assert [shape.num_prompt_tokens for shape in found] == [40, 32, 16], "16 behind 32 cached"
+
+
 def test_an_idle_runner_lets_the_engine_do_the_rest(model: Model) -> None:
     with Engine(model, EngineConfig()) as engine:
         runner = engine.runner
@@ -190,7 +244,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch, shares: list[float]) -> Iterat
     def measure(*_: object, **__: object) -> Measurement:
         taken.append((StepShape(0, 0, 0, 1, 1, 1), 1.0))
         few = [StepShape(n, 10 * n, 55 * n, 0, 0) for n in (1, 2, 3, 4)]
-        few += [StepShape(0, 0, 0, n, 100 * n, 100 + n) for n in (1, 2, 3, 4, 5)]
+        few += [StepShape(0, 0, 0, n, 100 * n, 100 + n) for n in (1, 2, 3, 4, 5, 6)]
         samples = [(shape, len(taken) * times.step_s(shape)) for shape in few]
         return Measurement(samples, shares.pop(0) if shares else 1.0)
 
