@@ -41,6 +41,7 @@ from pdlab.workbench.pd_lab import PDLab
 from pdlab.workbench.policy_lab import PolicyLab
 from pdlab.workbench.roofline_view import RooflineView
 from pdlab.workbench.sampling_lab import SamplingLab
+from pdlab.workbench.speculation_view import SpeculationView
 from pdlab.workbench.stepper import Stepper
 from pdlab.workbench.stream_view import StreamView
 from pdlab.workbench.tokens import token_table
@@ -63,6 +64,7 @@ __all__ = [
     "Predictions",
     "RooflineView",
     "SamplingLab",
+    "SpeculationView",
     "Stepper",
     "StreamView",
     "Study",

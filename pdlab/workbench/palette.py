@@ -20,6 +20,7 @@ MEANING: dict[str, str] = {
     "preempted": "#8C3B00",
     "wasted": "#F0E442",
     "waiting": "#5F6670",
+    "draft": "#8638FA",
     "free": "#E3E6EA",
 }
 """What a colour says. `free` is the light-theme value; the dark theme darkens it (see `THEME`)."""
@@ -41,6 +42,7 @@ RUN: tuple[str, ...] = tuple(SEQUENCE[i] for i in (0, 4, 3, 7, 6, 5, 1, 2))
 
 STAGE: dict[str, str] = {
     "schedule": "#C3C8CF",
+    "draft": MEANING["draft"],
     "prepare": "#A6ADB7",
     "embed": "#94CBEC",
     "qkv": "#5DA899",
@@ -53,8 +55,8 @@ STAGE: dict[str, str] = {
     "sample": "#7E8894",
     "deliver": "#59626E",
 }
-"""Stages of a step: the model's layers in colour, the engine's own work in greys. `forward` is all
-layers at once, where a CUDA graph replays them."""
+"""Stages of a step: the model's layers and a drafter's guesses in colour, the engine's own work in
+greys. `forward` is all layers at once, where a CUDA graph replays them."""
 
 MOVED: dict[str, str] = {
     "weights": "#7E8894",
