@@ -9,8 +9,8 @@ Three phases: `write_chunk` stores K and V of the step's rows, `attend_chunk` co
 import numpy as np
 
 from . import attention_tables as t
-from .attention_tiles import all_finite, joined, mix, score, weigh
-from .compiled import kernel, pasted
+from .attention_tiles import NOWHERE, all_finite, joined, mix, score, weigh
+from .compiled import inlined, kernel, pasted
 from .kv_read import read_rows
 from .kv_write import SCRATCH, write_open, write_unit
 from .memory import floats_at, longs_at
@@ -23,6 +23,7 @@ from .simd import (
     repeat_float,
     repeated,
     store_floats,
+    store_turned,
     zero_floats,
 )
 
@@ -91,6 +92,7 @@ def attend_chunk(kv, plan, layer, kind, qkv, out, chunk):
     alone = item[t.PART] == t.NO_PART
     sums = np.empty(heads * size, np.float32) if alone else floats_at(plan[t.AT_PARTS])
     scratch = np.empty(_scratch_floats(head_dim, panels), np.float32)
+    starts = np.empty(t.TILE // t.RUN, np.int64)
     for number in range(item[t.BEGIN], item[t.END]):
         tile = number + item[t.SINK_TILE]
         if number >= item[t.SINK_TILES]:
@@ -100,8 +102,8 @@ def attend_chunk(kv, plan, layer, kind, qkv, out, chunk):
             fresh = not alone or number == item[t.BEGIN]
             at = head * panels * head_dim * t.LANES
             _attend_tile(
-                kv, plan, window, item, layer, tile, item[t.HEAD] + head, asked, at, scratch, sums,
-                to, fresh,
+                kv, plan, window, item, layer, tile, item[t.HEAD] + head, asked, at, scratch,
+                starts, sums, to, fresh,
             )  # fmt: skip
     if alone:
         for head in range(heads):
@@ -113,14 +115,23 @@ def _turn_queries(kv, item, head, qkv, to, to_at):
     """Queries of a KV head, scaled, as panels [panels, head_dim, 16]; lanes that are over are 0."""
     head_dim, group = kv[t.HEAD_DIM], kv[t.NUM_HEADS] // kv[t.KV_HEADS]
     width = (kv[t.NUM_HEADS] + 2 * kv[t.KV_HEADS]) * head_dim
-    queries, scale = item[t.QUERIES] * group, _ONE / np.sqrt(np.float32(head_dim))
-    for query in range(-(-queries // t.LANES) * t.LANES):
-        there = to_at + query // t.LANES * t.LANES * head_dim + query % t.LANES
-        row = item[t.ROW] + query // group
-        at = row * width + (head * group + query % group) * head_dim
-        for channel in range(head_dim):
-            value = qkv[at + channel] * scale if query < queries else np.float32(0)
-            to[there + t.LANES * channel] = value
+    queries, scale = item[t.QUERIES] * group, repeated(_ONE / np.sqrt(np.float32(head_dim)))
+    for first in range(0, -(-queries // t.LANES) * t.LANES, 4):
+        there = to_at + first // t.LANES * t.LANES * head_dim + first % t.LANES
+        for channel in range(0, head_dim, 8):
+            at = item[t.ROW] * width + head * group * head_dim + channel
+            a = _query(first, queries, group, width, head_dim, scale, qkv, at)
+            b = _query(first + 1, queries, group, width, head_dim, scale, qkv, at)
+            c = _query(first + 2, queries, group, width, head_dim, scale, qkv, at)
+            d = _query(first + 3, queries, group, width, head_dim, scale, qkv, at)
+            store_turned(to, there + t.LANES * channel, t.LANES, a, b, c, d)
+
+
+@inlined
+def _query(query, queries, group, width, head_dim, scale, qkv, at):
+    """Eight channels of one query of a KV head, whose first lies at `at`; 0 if there is none."""
+    here = at + query // group * width + query % group * head_dim
+    return multiply(load_floats(qkv, here), scale) if query < queries else zero_floats()
 
 
 @pasted
@@ -130,7 +141,9 @@ def _scratch_floats(head_dim, panels):
 
 
 @pasted
-def _attend_tile(kv, plan, window, item, layer, tile, head, queries, at, scratch, sums, to, fresh):
+def _attend_tile(
+    kv, plan, window, item, layer, tile, head, queries, at, scratch, starts, sums, to, fresh
+):
     """One tile and one KV head: read keys, score, weigh, read values in their place, mix."""
     head_dim, group = kv[t.HEAD_DIM], kv[t.NUM_HEADS] // kv[t.KV_HEADS]
     lanes = item[t.QUERIES] * group
@@ -141,15 +154,20 @@ def _attend_tile(kv, plan, window, item, layer, tile, head, queries, at, scratch
     there = add + panels * t.LANES
     largest = to + -(-lanes // 4) * 4 * head_dim
     for side in (t.K_SIDE, t.V_SIDE):
-        count, gaps = _read_tile(kv, plan, window, item, side, layer, tile, head, scratch, there)
+        in_place = _is_in_place(kv, side, lanes)
+        data, row = _stored(kv, side, layer, head) if in_place else (scratch, head_dim)
+        count, gaps = _read_tile(
+            kv, plan, window, item, side, layer, tile, head, in_place, scratch, there, starts
+        )
         hides = _hides(window, item, tile, count)
-        finite = side == t.K_SIDE or not (hides or gaps) or all_finite(scratch, 0, head_dim, count)
+        finite = side == t.K_SIDE or not (hides or gaps)
+        finite = finite or all_finite(data, starts, row, head_dim, count)
         for panel in range(panels):
             some, part = min(lanes - t.LANES * panel, t.LANES), t.LANES * panel
             here, pair = scores + part * t.TILE, largest + 2 * part
             if side == t.K_SIDE:
                 score(
-                    queries, at + part * head_dim, some, scratch, 0, head_dim, head_dim, count,
+                    queries, at + part * head_dim, some, data, starts, row, head_dim, count,
                     scratch, here,
                 )  # fmt: skip
                 if gaps:
@@ -161,26 +179,45 @@ def _attend_tile(kv, plan, window, item, layer, tile, head, queries, at, scratch
                 )
             else:
                 mix(
-                    scratch, here, some, scratch, 0, head_dim, count, sums, to + part * head_dim,
-                    fresh, scratch, keep + part, add + part, finite,
+                    scratch, here, some, data, starts, row, head_dim, count, sums,
+                    to + part * head_dim, fresh, scratch, keep + part, add + part, finite,
                 )  # fmt: skip
 
 
+@inlined
+def _is_in_place(kv, side, lanes):
+    """Whether keys or values are used where they are stored.
+
+    Floats can be if they lie there in whole runs; for many queries a copy pays.
+    """
+    return lanes <= t.LANES and kv[side + t.FORMAT] == t.FP32 and kv[t.BLOCK_SIZE] % t.RUN == 0
+
+
+@inlined
+def _stored(kv, side, layer, head):
+    """Stored floats of a layer from the first one of `head` on, and how far its rows are apart."""
+    heads, head_dim = kv[t.HEADS_A_GROUP], kv[t.HEAD_DIM]
+    area = t.AREAS + t.AREA_WORDS * (head // heads * 2 + (0 if side == t.K_SIDE else 1))
+    begin = kv[area + t.AT_CODES] + layer * kv[side + t.CODES_LAYER] + 4 * (head % heads * head_dim)
+    return floats_at(begin), heads * head_dim
+
+
 @pasted
-def _read_tile(kv, plan, window, item, side, layer, tile, head, scratch, there):
+def _read_tile(kv, plan, window, item, side, layer, tile, head, in_place, scratch, there, starts):
     """Keys or values of a tile that some query of the item sees, block by block.
 
-    Returns how many keys of the tile there are up to the last of these, and whether some before it
-    are not there: then scratch[there + key] is 0 for those, and so are their values.
+    Fills `starts`, and the scratch unless they are used in place. Returns how many keys of the tile
+    there are up to the last of these, and whether some before it are not there: then
+    scratch[there + key] is 0 for those.
     """
     tables, size, head_dim = longs_at(plan[t.AT_TABLES]), kv[t.BLOCK_SIZE], kv[t.HEAD_DIM]
     first, last = item[t.POSITION], item[t.POSITION] + item[t.QUERIES] - 1
     begin, end = tile * t.TILE, (tile + 1) * t.TILE
     recent, spread = max(begin, first - window[t.SIZE] + 1), there + t.TILE
-    row_step = head_dim if side == t.K_SIDE else t.LANES
-    step = t.LANES if side == t.K_SIDE else t.LANES * t.TILE
     for key in range(0, t.TILE, 8):
         store_floats(scratch, there + key, zero_floats())
+    for run in range(len(starts)):
+        starts[run] = NOWHERE if in_place else run * t.RUN * head_dim
     found, count = end - end, end - end  # no literal 0, for which callees are compiled once more
     for sinks in (True, False):
         if sinks:
@@ -194,22 +231,17 @@ def _read_tile(kv, plan, window, item, side, layer, tile, head, scratch, there):
             some, key = min(size - offset, until - position), position - begin
             position += some
             if block >= 0:  # it was not dropped
-                read_rows(
-                    kv, side, layer, head, block, offset, some, scratch, key * row_step, row_step,
-                    step, spread,
-                )  # fmt: skip
+                if in_place:
+                    row = kv[t.HEADS_A_GROUP] * head_dim
+                    for run in range(key // t.RUN, (key + some - 1) // t.RUN + 1):
+                        starts[run] = (block * size + offset + run * t.RUN - key) * row
+                else:
+                    to = key * head_dim
+                    read_rows(kv, side, layer, head, block, offset, some, scratch, to, spread)
                 for i in range(key, key + some):
                     scratch[there + i] = _ONE
                 found += some
-    gaps = found < count
-    if gaps and side == t.V_SIDE:
-        for key in range(count):
-            if scratch[there + key] == 0:
-                for panel in range(0, head_dim, 16):
-                    at = t.TILE * panel + t.LANES * key
-                    store_floats(scratch, at, zero_floats())
-                    store_floats(scratch, at + 8, zero_floats())
-    return count, gaps
+    return count, found < count
 
 
 # --- what is not seen ----------------------------------------------------------------------------

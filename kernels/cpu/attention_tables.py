@@ -6,6 +6,8 @@ Words that begin with `AT_` hold an address.
 
 TILE = 64
 """Keys that are weighed at once, counted from position 0; sums are joined tile by tile."""
+RUN = 16
+"""Keys of a tile that lie equally far apart."""
 LANES = 16
 """Queries stand in panels of so many: a query is a row and a head, heads innermost."""
 

@@ -18,19 +18,24 @@ from .simd_codes import (
 
 
 @pasted
-def _read_floats(data, at, row_bytes, format, head_dim, count, out, to, row_step, step):
+def _read_floats(data, at, row_bytes, format, head_dim, count, out, to):
     """`count` rows of a float format, from byte `at` on and `row_bytes` apart."""
     floats, halves = floats_at(data), bytes_at(data)
-    for i in range(count):
-        here, there = at + i * row_bytes, to + i * row_step
-        for channel in range(0, head_dim, 8):
-            if format == t.FP32:
-                values = load_floats(floats, (here >> 2) + channel)
-            elif format == t.FP16:
-                values = load_halves(halves, here + 2 * channel)
-            else:
-                values = load_bfloats(halves, here + 2 * channel)
-            store_floats(out, there + (channel >> 4) * step + (channel & 15), values)
+    if format == t.FP32:
+        for i in range(count):
+            here, there = at + i * row_bytes >> 2, to + i * head_dim
+            for channel in range(0, head_dim, 8):
+                store_floats(out, there + channel, load_floats(floats, here + channel))
+    elif format == t.FP16:
+        for i in range(count):
+            here, there = at + i * row_bytes, to + i * head_dim
+            for channel in range(0, head_dim, 8):
+                store_floats(out, there + channel, load_halves(halves, here + 2 * channel))
+    else:
+        for i in range(count):
+            here, there = at + i * row_bytes, to + i * head_dim
+            for channel in range(0, head_dim, 8):
+                store_floats(out, there + channel, load_bfloats(halves, here + 2 * channel))
 
 
 @pasted
@@ -47,15 +52,14 @@ def _spread(area, at, parts, per, head_dim, out, to, width):
 
 @pasted
 def _read_codes(
-    area, at, row_bytes, scale_at, scale_step, format, per, head_dim, count, out, to, row_step,
-    step, spread,
-):  # fmt: skip
+    area, at, row_bytes, scale_at, scale_step, format, per, head_dim, count, out, to, spread
+):
     """`count` rows of codes, `row_bytes` apart, with scales `scale_step` bytes apart."""
     codes, scales = bytes_at(area[t.AT_CODES]), bytes_at(area[t.AT_SCALES])
     zeros = bytes_at(area[t.AT_ZEROS])
     half, wide, second = head_dim >> 1, per & 7 == 0, head_dim + 8
     for i in range(count):
-        here, there, scaling = at + i * row_bytes, to + i * row_step, scale_at + i * scale_step
+        here, there, scaling = at + i * row_bytes, to + i * head_dim, scale_at + i * scale_step
         if not wide and (i == 0 or scale_step != 0):
             _spread(area, scaling, 2 if format == t.INT4 else 1, per, head_dim, out, spread, second)
         for first in range(0, head_dim, per if wide else 8):
@@ -76,15 +80,15 @@ def _read_codes(
                     values = fma(load_low_nibbles(codes, here + channel), scale, zero)
                 else:
                     values = fma(load_high_nibbles(codes, here + channel - half), scale, zero)
-                store_floats(out, there + (channel >> 4) * step + (channel & 15), values)
+                store_floats(out, there + channel, values)
 
 
 @kernel
-def read_rows(kv, side, layer, head, block, offset, count, out, to, row_step, step, spread):
+def read_rows(kv, side, layer, head, block, offset, count, out, to, spread):
     """K or V of `head` of `count` tokens of a block, from its token `offset` on.
 
-    Channel c of token i goes to out[to + i * row_step + c // 16 * step + c % 16]. From out[spread]
-    on there is room for 2 (head_dim + 8) floats.
+    They go to out[to], [count, head_dim]. From out[spread] on there is room for 2 (head_dim + 8)
+    floats.
     """
     head_dim, heads, size = kv[t.HEAD_DIM], kv[t.HEADS_A_GROUP], kv[t.BLOCK_SIZE]
     area = kv[t.AREAS + t.AREA_WORDS * (head // heads * 2 + (0 if side == t.K_SIDE else 1)) :]
@@ -102,7 +106,7 @@ def read_rows(kv, side, layer, head, block, offset, count, out, to, row_step, st
     at = layer * layer_bytes + row * row_bytes
     row_bytes *= heads
     if format <= t.BF16:
-        _read_floats(data, at, row_bytes, format, head_dim, count, out, to, row_step, step)
+        _read_floats(data, at, row_bytes, format, head_dim, count, out, to)
     else:
         per = kv[side + t.PER_SCALE]
         scale_bytes = 2 * (head_dim // per)
@@ -111,6 +115,5 @@ def read_rows(kv, side, layer, head, block, offset, count, out, to, row_step, st
             row, scale_step = block * heads + head, 0
         scale_at = layer * kv[side + t.SCALES_LAYER] + row * scale_bytes
         _read_codes(
-            area, at, row_bytes, scale_at, scale_step, format, per, head_dim, count, out, to,
-            row_step, step, spread,
-        )  # fmt: skip
+            area, at, row_bytes, scale_at, scale_step, format, per, head_dim, count, out, to, spread
+        )

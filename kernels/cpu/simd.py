@@ -219,6 +219,68 @@ store_as_shorts = _store(Ints, lambda builder, value: builder.trunc(value, ir.Ve
 """Eight int32 as int16, which they must fit."""
 
 
+def _turned(builder: Any, a: Any, b: Any, c: Any, d: Any) -> list[Any]:
+    """Rows and columns of four by four floats exchanged, in both halves of four vectors alike."""
+
+    def both(first: Any, second: Any, lanes: Sequence[int]) -> Any:
+        mask = [lane + half for half in (0, 4) for lane in lanes]
+        return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_I32, 8), mask))
+
+    pairs = [
+        both(first, second, lanes)
+        for lanes in ((0, 8, 1, 9), (2, 10, 3, 11))
+        for first, second in ((a, b), (c, d))
+    ]
+    return [
+        both(*rows, lanes)
+        for rows in (pairs[:2], pairs[2:])
+        for lanes in ((0, 1, 8, 9), (2, 3, 10, 11))
+    ]
+
+
+_FOUR = ir.VectorType(_FLOAT, 4)
+
+
+def _row_address(context: Any, builder: Any, signature: Any, args: Any, row: int) -> Any:
+    """Where row `row` begins: args are an array, an index and how far apart rows are."""
+    index = builder.add(args[1], builder.mul(args[2], _I64(row)))
+    at = _address(context, builder, signature.args[0], args[0], index)
+    return builder.bitcast(at, _FOUR.as_pointer())
+
+
+@intrinsic
+def load_turned(typing: Any, array: Any, index: Any, step: Any) -> Any:
+    """Four columns of eight rows that lie `step` floats apart, as four `Floats`."""
+    result = types.UniTuple(Floats, 4)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        fours = [
+            builder.load(_row_address(context, builder, signature, args, row), align=1)
+            for row in range(8)
+        ]
+        whole = ir.Constant(ir.VectorType(_I32, 8), list(range(8)))
+        rows = [builder.shuffle_vector(fours[i], fours[i + 4], whole) for i in range(4)]
+        return context.make_tuple(builder, result, _turned(builder, *rows))
+
+    return result(array, types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_turned(
+    typing: Any, array: Any, index: Any, step: Any, a: Any, b: Any, c: Any, d: Any
+) -> Any:
+    """The reverse: four `Floats` as four columns of eight rows."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for i, row in enumerate(_turned(builder, *args[3:])):
+            for half in (0, 4):
+                at = _row_address(context, builder, signature, args, i + half)
+                builder.store(_pick(builder, row, range(half, half + 4)), at, align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64, Floats, Floats, Floats, Floats), codegen
+
+
 @intrinsic
 def prefetch(typing: Any, array: Any, index: Any) -> Any:
     """Ask for a line of memory that will be read soon; any address is allowed."""
