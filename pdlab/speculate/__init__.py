@@ -13,6 +13,7 @@ from pdlab.speculate.formula import (
 from pdlab.speculate.length import AdaptiveLength, FixedLength
 from pdlab.speculate.model_drafter import ModelDrafter
 from pdlab.speculate.models import DraftModel, EarlyExit, SelfDraft, first_layers
+from pdlab.speculate.prediction import PredictedGain, predict_gain
 from pdlab.speculate.prompt_lookup import LookupDrafter, NgramIndex, PromptLookup
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "LookupDrafter",
     "ModelDrafter",
     "NgramIndex",
+    "PredictedGain",
     "PromptLookup",
     "SelfDraft",
     "acceptance_of",
@@ -30,5 +32,6 @@ __all__ = [
     "expected_tokens",
     "expected_tokens_by_position",
     "first_layers",
+    "predict_gain",
     "speedup",
 ]
