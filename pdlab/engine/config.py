@@ -95,6 +95,10 @@ class EngineConfig:
     speculation: Speculation | None = None
     """Who guesses tokens ahead, for the model to confirm several in a step: one of those in
     `pdlab.speculate`, such as `pdlab.PromptLookup()`. None guesses nothing."""
+    overlap: bool = False
+    """Compute the next step in a thread, beside what `step` still does of the last (text, chunks,
+    record) and what its caller does before the next call. A request that comes meanwhile joins one
+    step later; nothing else changes."""
     record_trace: bool = True
     """Keep every StepRecord in `engine.trace`."""
     top_k_recorded: int = 5
@@ -110,7 +114,7 @@ class EngineConfig:
             require_int(name, getattr(self, name), least=1)
         for name in NOT_NEGATIVE:
             require_int(name, getattr(self, name), least=0)
-        for name in ("exact", "record_trace", "enable_prefix_cache", "cuda_graphs"):
+        for name in ("exact", "record_trace", "enable_prefix_cache", "cuda_graphs", "overlap"):
             require_bool(name, getattr(self, name))
         for name in ("chunk_size", "max_model_len", "window"):
             if getattr(self, name) is not None:

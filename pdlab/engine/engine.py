@@ -1,6 +1,17 @@
 """The engine: one loop over `step()`, and the requests that go in and come out of it.
 
 step():  batch = scheduler.schedule();  output = runner.run(batch);  scheduler.update(batch, output)
+
+With overlap the next step is planned as soon as the new tokens are known, and a thread computes it:
+
+caller   book 0, plan 1 | tell 0 | what the caller does | wait, book 1, plan 2 | tell 1 | ...
+thread                  | compute 1 ......................|                      | compute 2 ....
+
+`book` is what the next plan depends on: tokens, and which sequences they end. `tell` is the rest:
+text, chunks, the record. Of text only stop strings end a sequence, so the text of requests that
+have some is told while booking; thus no step is computed that would not be without overlap. Tokens
+are not guessed, either: the plan waits for them (vLLM and SGLang plan with placeholders, TensorRT-
+LLM computes a step too many, which pays where planning takes long and a row costs little).
 """
 
 from __future__ import annotations
@@ -11,7 +22,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -23,15 +34,16 @@ from pdlab.engine.allocations import AllocationMeter
 from pdlab.engine.config import EngineConfig
 from pdlab.engine.drafting import Drafter, Outcome, check_draft
 from pdlab.engine.exactness import check_rows_are_alike
+from pdlab.engine.flight import ComputeThread, Flight
 from pdlab.engine.interrupts import undisturbed
 from pdlab.engine.moving import RequestState, Reservation
 from pdlab.engine.output import Chunk, FinishReason, RequestOutput
 from pdlab.engine.preemption import PreemptionPolicy
 from pdlab.engine.probe import Probe
-from pdlab.engine.recorder import Recorder, Spoken
-from pdlab.engine.request import NO_URGENCY, Request, Sample, Urgency, new_request
+from pdlab.engine.recorder import Recorder, Spoken, Stock
+from pdlab.engine.request import NO_URGENCY, Request, Sample, Urgency, Word, new_request
 from pdlab.engine.runner import EXACT_ROW_TILE, KVPort, ModelRunner, Runner, StepOutput
-from pdlab.engine.scheduler import ScheduledBatch, Scheduler
+from pdlab.engine.scheduler import ScheduledBatch, ScheduledSequence, Scheduler
 from pdlab.engine.sequence import Sequence, SequenceState
 from pdlab.engine.timing import StageClock
 from pdlab.engine.turns import Handover, Turns
@@ -46,7 +58,7 @@ from pdlab.kvcache import (
 from pdlab.models import Model
 from pdlab.requirements import require_int
 from pdlab.sampling import Compiler, SamplingParams
-from pdlab.trace import BlockMove, StepRecord, Trace
+from pdlab.trace import BlockMove, Span, StepRecord, Trace
 
 
 class Engine:
@@ -100,7 +112,18 @@ class Engine:
         self._freed: list[int] = []
         self._moves: list[BlockMove] = []
         """Those that `reserve` made, until a step records them."""
+        self._wasted: list[ScheduledSequence] = []
+        """What was computed for nobody, until a step records it."""
         self._measures_activations = False
+        self._thread = ComputeThread(model.decoder.device)
+        self._flight: Flight | None = None
+        """The next step, planned, that is computed or waits to be booked."""
+        self._failure: Exception | None = None
+        """What kept the next step from being planned while the last one was made."""
+        self._untold: list[_Booked] = []
+        """What has been booked, and not been told yet."""
+        self._refused: list[Request] = []
+        """Those that ended because the policy has no rank for them, and do not know yet."""
         memory.join(admission.kind_of_memory(model, config), config.max_num_seqs)
         self._epoch = time.perf_counter()
         self._lock = memory.lock
@@ -118,41 +141,131 @@ class Engine:
 
     # --- the loop -----------------------------------------------------------------------------
 
+    @property
+    def has_flight(self) -> bool:
+        """Whether the next step is on its way already, or computed."""
+        return self._flight is not None
+
     def step(self) -> StepRecord | None:
         """Run one batch; None when there is nothing to do.
 
+        With overlap it was mostly run since the call before, and the next one is begun before this
+        one returns.
+
         Interrupted (Ctrl-C) while the model computes, nothing of the batch has been computed, and
         the next step computes it again; sequences preempted for it, and blocks copied, stay so, and
-        are missing in the trace. Other threads wait. None is also returned where nothing *can*
-        be done: all streams are paused, or other engines hold all blocks of a shared memory, or
-        requests do that are on their way between engines.
+        are missing in the trace. With overlap only the waiting is interrupted, and an error of the
+        thread is raised by the step that would have booked its work. Other threads wait. None is
+        also returned where nothing *can* be done: all streams are paused, or other engines hold all
+        blocks of a shared memory, or requests do that are on their way between engines.
         """
-        with self._lock:
+        with self._quiet():
             memory = self._require_open()
-            if not self.scheduler.has_work:
+            failure, self._failure = self._failure, None
+            if failure:
+                raise failure
+            if not self._flight:
+                self._take_off()
+                memory.settle()
+            if not self._flight:
                 return None
-            start_s = self.now_s()
-            clock = StageClock(self.model.decoder.device)
-            sequences = [*self.scheduler.running, *self.scheduler.waiting]
-            others_hold = memory.num_engines > 1 or self.scheduler.held or self.scheduler.reserved
-            may_idle = others_hold or any(s.paused for s in sequences)
-            self.scheduler.rank(start_s)
-            with undisturbed():
-                batch = self.scheduler.schedule(start_s)
-                orders = memory.manager.take_orders()
-                self.runner.carry_out(orders)
-                moves = [order for order in orders if isinstance(order, BlockMove)]
-                self._note(batch)
-            if not batch.scheduled:
-                assert may_idle or batch.unranked, "there is work, and nothing of it was scheduled"
-                return None
-            moves, self._moves = [*self._moves, *moves], []
+            try:
+                with undisturbed():
+                    self._book()
+                if self.config.overlap and self._may_run_apart:
+                    self._take_off_early()
+            finally:
+                record = self._tell()
+            return record
+
+    def _take_off_early(self) -> None:
+        """Begin the next step while this one is not over; its errors are its own."""
+        try:
+            self._take_off()
+        except Exception as error:
+            self._failure = error
+
+    def _take_off(self) -> None:
+        """Plan the next step, if there is work, and compute it, here or in the thread."""
+        if not self.scheduler.has_work:
+            return
+        start_s, clock = self.now_s(), StageClock()
+        self.scheduler.rank(start_s)
+        apart = self.config.overlap and self._may_run_apart
+        with undisturbed():
+            flight = self._plan(start_s, apart)
+            if not flight:
+                return
             clock.lap("schedule")
-            self._draft(batch, clock)
-            with self._metered() as activations:
-                output = self.runner.run(batch, clock, self._step)
+            if apart and not self.drafter:
+                flight.planning_s = clock.stage_s
+                self._launch(flight)
+                return
+        self._draft(flight.batch, clock)
+        flight.planning_s = clock.stage_s
+        if apart:
             with undisturbed():
-                return self._book(batch, output, moves, activations, clock, start_s)
+                self._launch(flight)
+            return
+        with self._metered() as flight.activations:
+            flight.compute()
+        self._flight = flight
+
+    def _plan(self, start_s: float, apart: bool) -> Flight | None:
+        """Schedule, and copy blocks or leave that to the thread."""
+        memory = self._require_open()
+        sequences = [*self.scheduler.running, *self.scheduler.waiting]
+        others_hold = memory.num_engines > 1 or self.scheduler.held or self.scheduler.reserved
+        may_idle = others_hold or any(s.paused for s in sequences)
+        batch = self.scheduler.schedule(start_s)
+        orders = memory.manager.take_orders()
+        leaves_copies = apart and batch.scheduled and not self.drafter  # who may read the cache
+        if not leaves_copies:
+            self.runner.carry_out(orders)
+        moves = [order for order in orders if isinstance(order, BlockMove)]
+        self._note(batch)
+        if not batch.scheduled:
+            assert may_idle or batch.unranked, "there is work, and nothing of it was scheduled"
+            return None
+        moves, self._moves = [*self._moves, *moves], []
+        return Flight(
+            batch,
+            self.runner,
+            self.model.decoder.device,
+            self._step,
+            start_s,
+            moves,
+            orders if leaves_copies else [],
+        )
+
+    def _launch(self, flight: Flight) -> None:
+        """Give a step to the thread. From then on all who touch sequences or blocks `settle`."""
+        flight.launch(self._thread)
+        self._flight = self._require_open().under_way = flight
+
+    @property
+    def _may_run_apart(self) -> bool:
+        """Whether nobody looks into the computation from outside, or puts K and V beside it."""
+        looked_into = getattr(self.runner, "probe", None) or getattr(self.runner, "on_layer", None)
+        return not (looked_into or self._measures_activations or self.scheduler.reserved)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Let no other thread at the engine, and at those it shares memory with."""
+        if self._thread.is_current:
+            raise RuntimeError("a step may not change the engine from inside its own computation")
+        with self._lock:
+            yield
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Locked, nothing computed on the memory meanwhile, and everything told."""
+        with self._locked():
+            if self.memory:
+                self.memory.settle()
+            while self._untold:
+                self._tell()
+            yield
 
     def _note(self, batch: ScheduledBatch) -> None:
         """Book what scheduling did for good, whether or not the step comes about."""
@@ -163,51 +276,115 @@ class Engine:
             metrics.num_swaps += bool(sequence.host_table)
         for sequence, error in batch.unranked.items():
             request, _ = self._find(sequence)
+            self._refused.append(request)
             for sample in request.samples:
                 sample.error = error
-                self._end(request, sample, "error")
+                self._finish(sample.sequence, "error")
             self._recorder.add_abort(request.request_id, self.now_s())
+        if not self._untold:
+            self._tell_refused()
 
-    def _book(
-        self,
-        batch: ScheduledBatch,
-        output: StepOutput,
-        moves: list[BlockMove],
-        activations: AllocationMeter | None,
-        clock: StageClock,
-        start_s: float,
-    ) -> StepRecord:
-        """Make what the runner computed part of the sequences, the requests and the trace."""
-        self.runner.commit()
+    def _tell_refused(self) -> None:
+        for request in self._refused:
+            for sample in request.samples:
+                request.release(sample.close())
+        self._refused.clear()
+
+    def _book(self) -> None:
+        """Make what was computed part of the sequences: all that the next plan depends on."""
+        flight, self._flight = self._flight, None
+        assert flight
+        flight.raise_error()
+        flight.commit()
+        start_s, batch, output = self.now_s(), flight.batch, flight.output
+        assert output
+        live = flight.live
+        wasted = [*self._wasted, *(part for part in batch.scheduled if part not in live)]
+        batch.scheduled, self._wasted = live, []
         if output.block_mass:
             for part in batch.scheduled:
                 part.sequence.add_mass(output.block_mass.get(part.sequence.sequence_id, []))
-        told = self._take(batch, output, start_s)
+        told = self._take(batch, output, flight.start_s)
         residents = self._recorder.residents(self.scheduler, batch)
         self._freed += self.scheduler.update(batch)
-        spoken = {each.sample.sequence.sequence_id: self._deliver(each) for each in told}
-        clock.lap("deliver")
-        wall_s = self.now_s() - start_s
-        self._learn(batch, output, clock.stage_s.get("draft", 0.0), wall_s)
-        record = self._recorder.record(
-            step=self._step,
-            start_s=start_s,
-            wall_s=wall_s,
-            stage_s=clock.stage_s,
-            batch=batch,
-            output=output,
-            moves=moves,
-            spoken=spoken,
-            residents=residents,
-            waiting=self.scheduler.waiting,
+        for each in told:
+            if each.reason:
+                self._finish(each.sample.sequence, each.reason)
+            elif each.holds:
+                self.scheduler.hold(each.sample.sequence)
+            each.request.pause_if_unread()
+        stock = self._recorder.take_stock(
+            self.scheduler,
+            residents,
             blocks_freed=self._freed,
-            activations=activations,
             shares_memory=self._require_open().num_engines > 1,
         )
         self._freed = []
         self._step += 1
         self._require_open().note_change()
-        return record
+        booked = _Booked(flight, output, told, wasted, stock, start_s, self.now_s())
+        self._untold.append(booked)
+        if flight.is_apart:  # who guesses for the next step must have heard of this one
+            self._learn(booked, self._wall_s(booked))
+
+    def _wall_s(self, booked: _Booked) -> float:
+        """What a step with overlap took: until all was computed, and the booking."""
+        computed_s = booked.flight.computed_at[1] - self._epoch
+        return computed_s - booked.flight.start_s + booked.end_s - booked.start_s
+
+    def _tell(self) -> StepRecord | None:
+        """Tell readers and the trace of the step that was booked first."""
+        if not self._untold:
+            return None
+        with undisturbed():
+            booked = self._untold.pop(0)
+            clock, start_s = StageClock(), self.now_s()
+            texts = [each.release() for each in booked.told]
+            spoken = {
+                each.sample.sequence.sequence_id: each.conclude(text)
+                for each, text in zip(booked.told, texts, strict=True)
+            }
+            self._tell_refused()
+            flight = booked.flight
+            clock.lap("deliver")
+            stage_s = flight.stage_s
+            if flight.is_apart:
+                wall_s = self._wall_s(booked)
+                stage_s["deliver"] = booked.end_s - booked.start_s
+            else:
+                wall_s = self.now_s() - flight.start_s
+                stage_s["deliver"] = clock.stage_s["deliver"] + booked.end_s - booked.start_s
+                self._learn(booked, wall_s)
+            return self._recorder.record(
+                step=flight.step,
+                start_s=flight.start_s,
+                wall_s=wall_s,
+                stage_s=stage_s,
+                batch=flight.batch,
+                output=booked.output,
+                moves=flight.moves,
+                spoken=spoken,
+                stock=booked.stock,
+                activations=flight.activations,
+                wasted=booked.wasted,
+                spans=self._spans(booked, start_s) if flight.is_apart else [],
+            )
+
+    def _spans(self, booked: _Booked, told_s: float) -> list[Span]:
+        """What was done when; the telling, from `told_s` until now."""
+        flight = booked.flight
+        begin_s, end_s = (at - self._epoch for at in flight.computed_at)
+        spans, at_s = [], flight.start_s
+        for name in ("schedule", "draft"):
+            if name in flight.planning_s:
+                spans.append(Span("host", name, at_s, flight.planning_s[name]))
+                at_s = spans[-1].end_s
+        return [
+            *spans,
+            Span("compute", "compute", begin_s, end_s - begin_s),
+            Span("host", "book", booked.start_s, booked.end_s - booked.start_s),
+            Span("host", "tell", told_s, self.now_s() - told_s),
+        ]
 
     def _draft(self, batch: ScheduledBatch, clock: StageClock) -> None:
         """Let the drafter guess ahead for those that decode."""
@@ -224,7 +401,7 @@ class Engine:
         clock.lap("draft")
 
     def _take(self, batch: ScheduledBatch, output: StepOutput, start_s: float) -> list[_Told]:
-        """Append the new tokens to their sequences, up to that which ends one, and take their text.
+        """Append the new tokens to their sequences, up to that which ends one.
 
         `output.sampled` keeps what was taken.
         """
@@ -243,7 +420,9 @@ class Engine:
                 drawn = output.sampled.get(name, [])
                 for i, sampled in enumerate(drawn, start=1):
                     sequence.token_ids.append(sampled.token_id)
-                    each.text += request.release(sample.take(sampled, now_s))
+                    word = sample.book(sampled, now_s)
+                    each.words.append(sample.tell(word) if sample.is_told_at_once else word)
+                    request.num_untold += 1
                     limit = longest if not sequence.holds else sequence.num_tokens + 1
                     each.holds = sequence.holds
                     if reason := sample.ending(limit):
@@ -254,29 +433,17 @@ class Engine:
                     sample.error, each.reason = error, "error"
         return told
 
-    def _deliver(self, told: _Told) -> Spoken:
-        """End a sequence that is done; what became of its text."""
-        request, sample, sequence = told.request, told.sample, told.sample.sequence
-        text = told.text
-        if told.reason:
-            text += self._end(request, sample, told.reason)
-        elif told.holds:
-            self.scheduler.hold(sequence)
-        request.pause_if_unread()
-        return Spoken(text, sample.held, sample.stop_reason)
-
-    def _learn(
-        self, batch: ScheduledBatch, output: StepOutput, draft_s: float, wall_s: float
-    ) -> None:
+    def _learn(self, booked: _Booked, wall_s: float) -> None:
         """Tell of the drafts: those who made them, and those who asked for the text."""
         outcomes = []
-        for part in batch.scheduled:
+        for part in booked.flight.batch.scheduled:
             if num_drafted := len(part.draft):
-                taken = output.sampled.get(part.sequence.sequence_id, [])
+                taken = booked.output.sampled.get(part.sequence.sequence_id, [])
                 outcomes.append(Outcome(part.sequence, num_drafted, max(0, len(taken) - 1)))
                 metrics = self._find(part.sequence)[1].metrics
                 metrics.num_draft_tokens += num_drafted
                 metrics.num_accepted_tokens += outcomes[-1].num_accepted
+        draft_s = booked.flight.stage_s.get("draft", 0.0)
         if self.drafter and (outcomes or draft_s):
             self.drafter.learn(outcomes, draft_s, wall_s - draft_s)
 
@@ -403,15 +570,30 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request now and free its blocks; one that has finished or is gone stays so."""
-        with self._lock, undisturbed():
+        with self._locked():
             request = self.requests.get(request_id)
             if request is None or request.finished:
                 return
-            for sample in request.samples:
-                if not sample.finished:
-                    self._end(request, sample, "abort")
-            self._recorder.add_abort(request_id, self.now_s())
-            self._require_open().note_change()
+            with self._quiet(), undisturbed():
+                self._abort(request)
+
+    def _abort(self, request: Request) -> None:
+        if request.finished:  # as it turned out when all was told
+            return
+        for sample in request.samples:
+            if not sample.finished:
+                self._end(request, sample, "abort")
+        self._recorder.add_abort(request.request_id, self.now_s())
+        self._require_open().note_change()
+        self._drop_empty_flight()
+
+    def _drop_empty_flight(self) -> None:
+        """A step in which nobody is left is none. What it did is put down in the next one."""
+        flight = self._flight
+        if flight and not flight.failed and not flight.live:
+            self._wasted += flight.batch.scheduled
+            self._moves = [*flight.moves, *self._moves]
+            self._flight = None
 
     # --- from one engine to another -------------------------------------------------------------
 
@@ -472,9 +654,11 @@ class Engine:
         Its K and V are put there with `kv_writer`; then `admit` lets it run, or `abort` ends it.
         Who waits here since earlier comes first.
         """
-        if not self._enter(request, self.scheduler.reserve):
+        with self._quiet():
+            entered = self._enter(request, self.scheduler.reserve)
+        if not entered:
             return None
-        with self._lock, undisturbed():
+        with self._quiet(), undisturbed():
             orders = self._require_open().manager.take_orders()
             self.runner.carry_out(orders)
             self._moves += [order for order in orders if isinstance(order, BlockMove)]
@@ -525,7 +709,7 @@ class Engine:
         Raises:
             ValueError: there is no such request, or it has no reservation.
         """
-        with self._lock, undisturbed():
+        with self._quiet(), undisturbed():
             sample = self._sample(request_id, SequenceState.RESERVED)
             self.scheduler.admit(sample.sequence)
             sample.catch_up([token_id])
@@ -538,7 +722,7 @@ class Engine:
         Raises:
             ValueError: there is no such request, or it is not held.
         """
-        with self._lock, undisturbed():
+        with self._quiet(), undisturbed():
             sample = self._sample(request_id, SequenceState.HELD)
             self._finish(sample.sequence, "moved")
             del self.requests[request_id]
@@ -550,7 +734,7 @@ class Engine:
         Raises:
             ValueError: there is no such request, or its blocks have no such layers or tokens.
         """
-        with self._lock:
+        with self._quiet():
             sequence = self.sequence_of(request_id)
             return self.kv_port.read_kv(sequence.block_table, layers, tokens, wire)
 
@@ -560,8 +744,9 @@ class Engine:
         Raises:
             ValueError: there is no such request, or it has no reservation.
         """
-        sequence = self._sample(request_id, SequenceState.RESERVED).sequence
-        return self.kv_port.kv_writer(sequence.block_table, wire)
+        with self._quiet():  # and as long as there are reservations, no step is left in flight
+            sequence = self._sample(request_id, SequenceState.RESERVED).sequence
+            return self.kv_port.kv_writer(sequence.block_table, wire)
 
     @property
     def kv_port(self) -> KVPort:
@@ -738,6 +923,8 @@ class Engine:
     ) -> Iterator[None]:
         """Keep tensors of every step inside the `with` block in `trace.captures`.
 
+        Steps run without overlap there; one that was computed before is not among them.
+
         Args:
             layers, heads: numbers of layers and of query heads; None for all.
             names: of `attention`, `q`, `k`, `v`, `attended` (see `Probe`).
@@ -750,8 +937,9 @@ class Engine:
             raise ValueError("record_trace=False: a probe has no trace to keep its captures in")
         runner = self.runner
         assert isinstance(runner, ModelRunner)
-        previous = runner.probe
-        runner.probe = Probe.of(self.model.config, layers, heads, names)
+        probe, previous = Probe.of(self.model.config, layers, heads, names), runner.probe
+        with self._quiet():
+            runner.probe = probe
         try:
             yield
         finally:
@@ -761,9 +949,11 @@ class Engine:
     def measure_activations(self) -> Iterator[None]:
         """Count the bytes of activations that every step inside the `with` block makes.
 
-        They are put down in the steps' records. Counting slows a step down.
+        They are put down in the steps' records. Counting slows a step down. Steps run without
+        overlap there; one that was computed before is not counted.
         """
-        before, self._measures_activations = self._measures_activations, True
+        with self._quiet():
+            before, self._measures_activations = self._measures_activations, True
         try:
             yield
         finally:
@@ -784,7 +974,7 @@ class Engine:
 
     def clear_prefix_cache(self) -> None:
         """Forget all cached prefixes; what running sequences hold stays."""
-        with self._lock:
+        with self._quiet():
             self._require_open()
             self.pool.forget_all()
 
@@ -800,7 +990,7 @@ class Engine:
         Raises:
             ValueError: there is no such sequence.
         """
-        with self._lock:
+        with self._quiet():
             memory = self._require_open()
             samples = [sample for request in self.requests.values() for sample in request.samples]
             found = [s.sequence for s in samples if s.sequence.sequence_id == sequence_id]
@@ -819,11 +1009,13 @@ class Engine:
 
         Closing a closed engine does nothing.
         """
-        with self._lock:  # a step in another thread ends before
+        with self._quiet():  # a step in another thread ends before
             if self.memory is None:
                 return
             for request_id in list(self.requests):
                 self.abort(request_id)
+            self._flight = self._failure = None
+            self._thread.close()
             self.memory.leave(self.config.max_num_seqs)
             self.memory = None
             if self.drafter:
@@ -846,13 +1038,42 @@ class Engine:
 
 @dataclass(slots=True)
 class _Told:
-    """What a step told one of a request's samples."""
+    """What a step has to tell one of a request's samples."""
 
     request: Request
     sample: Sample
-    text: str = ""
-    """Released to the reader."""
+    words: list[Word | Chunk] = field(default_factory=list)
+    """Its new tokens; chunks where their text had to be known at once."""
     reason: FinishReason | None = None
     """Why it ends with this step, if it does."""
     holds: bool = False
     """Whether another engine goes on with it."""
+
+    def release(self) -> str:
+        """Hand the tokens to the reader; returns their text."""
+        text = ""
+        for word in self.words:
+            chunk = word if isinstance(word, Chunk) else self.sample.tell(word)
+            text += self.request.release(chunk)
+            self.request.num_untold -= 1
+        return text
+
+    def conclude(self, text: str) -> Spoken:
+        """What became of the text, after the last of it if it has ended."""
+        if self.reason:
+            text += self.request.release(self.sample.close())
+        return Spoken(text, self.sample.held, self.sample.stop_reason)
+
+
+@dataclass(slots=True)
+class _Booked:
+    """A step that is part of the sequences, and still to be told."""
+
+    flight: Flight
+    output: StepOutput
+    told: list[_Told]
+    wasted: list[ScheduledSequence]
+    stock: Stock
+    start_s: float
+    """When its booking began, on the engine's clock."""
+    end_s: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from pdlab.trace import (
     RequestRecord,
     Resident,
     SequenceRecord,
+    Span,
     StepRecord,
     Trace,
 )
@@ -39,6 +40,18 @@ class Spoken(NamedTuple):
     released: str
     held: str
     stop_reason: StopReason
+
+
+class Stock(NamedTuple):
+    """How blocks and queues stood when a step was booked, before the next one was planned."""
+
+    residents: list[Resident]
+    waiting: list[str]
+    swapped: dict[str, list[int]]
+    blocks_freed: list[int]
+    num_free_blocks: int
+    cached_blocks: list[int]
+    blocks_of_others: list[int]
 
 
 class Recorder:
@@ -100,6 +113,26 @@ class Recorder:
             for s in scheduler.holders
         ]
 
+    def take_stock(
+        self,
+        scheduler: Scheduler,
+        residents: list[Resident],
+        *,
+        blocks_freed: list[int],
+        shares_memory: bool,
+    ) -> Stock:
+        """What has to be written down at once; the rest may wait."""
+        waiting = scheduler.waiting
+        return Stock(
+            residents,
+            [s.sequence_id for s in waiting],
+            {s.sequence_id: list(s.host_table) for s in waiting if s.host_table},
+            blocks_freed,
+            self._pool.num_free,
+            self._pool.cached_blocks,
+            self._blocks_of_others(residents) if shares_memory else [],
+        )
+
     def record(
         self,
         *,
@@ -111,18 +144,18 @@ class Recorder:
         output: StepOutput,
         moves: list[BlockMove],
         spoken: dict[str, Spoken],
-        residents: list[Resident],
-        waiting: Collection[Sequence],
-        blocks_freed: list[int],
+        stock: Stock,
         activations: AllocationMeter | None,
-        shares_memory: bool,
+        wasted: list[ScheduledSequence],
+        spans: list[Span],
     ) -> StepRecord:
-        """The record of one step; the KV figures follow from `residents`."""
-        use = _use_of(residents, self._config.block_size)
+        """The record of one step; the KV figures follow from the stock's residents."""
+        use = _use_of(stock.residents, self._config.block_size)
+        computed = [*batch.scheduled, *wasted]
         cost = step_cost(
             self._seen_by,
-            [CostChunk(part.start, part.num_tokens) for part in batch.scheduled],
-            num_sampled=sum(part.num_logit_rows for part in batch.scheduled),
+            [CostChunk(part.start, part.num_tokens) for part in computed],
+            num_sampled=sum(part.num_logit_rows for part in computed),
             weight_element_bytes=self._weight_element_bytes,
             head_element_bytes=self._head_element_bytes,
             kv_element_bytes=self._element_bytes,
@@ -133,24 +166,26 @@ class Recorder:
             wall_s=wall_s,
             stage_s=stage_s,
             sequences=_sequence_records(batch, output, spoken),
-            residents=residents,
-            waiting=[s.sequence_id for s in waiting],
+            residents=stock.residents,
+            waiting=stock.waiting,
             preempted=[s.sequence_id for s in batch.preempted],
-            blocks_freed=blocks_freed,
-            num_free_blocks=self._pool.num_free,
+            blocks_freed=stock.blocks_freed,
+            num_free_blocks=stock.num_free_blocks,
             kv_used_bytes=self._slot_bytes(use.filled),
             kv_wasted_bytes=use.blocks * self._block_bytes - self._slot_bytes(use.filled),
             flops=cost.flops,
             bytes_moved=cost.bytes,
             moves=moves,
-            swapped={s.sequence_id: list(s.host_table) for s in waiting if s.host_table},
-            cached_blocks=self._pool.cached_blocks,
+            swapped=stock.swapped,
+            cached_blocks=stock.cached_blocks,
             kv_shared_bytes=self._slot_bytes(use.shared),
             kv_swapped_bytes=self._block_bytes
-            * sum(block != DROPPED for s in waiting for block in s.host_table),
-            blocks_of_others=self._blocks_of_others(residents) if shares_memory else [],
+            * sum(block != DROPPED for table in stock.swapped.values() for block in table),
+            blocks_of_others=stock.blocks_of_others,
             activation_peak_bytes=activations.peak_bytes if activations else None,
             activation_total_bytes=activations.total_bytes if activations else None,
+            spans=spans,
+            wasted=[_wasted_record(part) for part in wasted],
         )
         if self._config.record_trace:
             self.trace.steps.append(record)
@@ -235,6 +270,19 @@ def _sequence_records(
                 )
             )
     return records
+
+
+def _wasted_record(part: ScheduledSequence) -> SequenceRecord:
+    """Of a sequence that was gone before its tokens could be drawn."""
+    return SequenceRecord(
+        sequence_id=part.sequence.sequence_id,
+        phase=part.phase,
+        start=part.start,
+        token_ids=part.token_ids,
+        blocks_taken=part.blocks_taken,
+        num_cached_tokens=part.num_cached_tokens,
+        finish_reason=part.sequence.finish_reason,
+    )
 
 
 def _draft(part: ScheduledSequence, sampled: list[Sampled]) -> DraftRecord | None:

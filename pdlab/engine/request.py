@@ -49,6 +49,18 @@ class Urgency(NamedTuple):
 NO_URGENCY = Urgency()
 
 
+class Word(NamedTuple):
+    """A token that is part of the output, and whose text has not been told yet."""
+
+    sampled: Sampled
+    time_s: float
+    """When it was there."""
+    shows: bool
+    """Whether it is part of the text."""
+    searches: bool
+    """Whether a stop string may end with it."""
+
+
 @dataclass(eq=False)
 class Sample:
     """One of a request's sequences, with its text and its times."""
@@ -72,21 +84,34 @@ class Sample:
         """All text released so far."""
         return "".join(self.texts)
 
-    def take(self, sampled: Sampled, now_s: float) -> Chunk:
+    @property
+    def is_told_at_once(self) -> bool:
+        """Whether its text may end it, so that nobody knows if it goes on before it was told."""
+        return bool(self.sequence.params.stop)
+
+    def book(self, sampled: Sampled, now_s: float) -> Word:
         """Book the sequence's newest token, which has just been appended to it."""
         sequence, params = self.sequence, self.sequence.params
         self.metrics.token_times_s.append(now_s)
         if sampled.logprobs:
             self.logprobs.append(sampled.logprobs)
-        text = ""
-        if params.include_stop or not sequence.is_stopped_by_token:
-            text = self.detokenizer.add(sampled.token_id)
+        shows = params.include_stop or not sequence.is_stopped_by_token
+        return Word(sampled, now_s, shows, sequence.may_stop)
+
+    def tell(self, word: Word) -> Chunk:
+        """The text of the token that was booked first and has not been told yet."""
+        sampled = word.sampled
+        text = self.detokenizer.add(sampled.token_id) if word.shows else ""
         return self._release(
-            self.stops.push(text, searches=sequence.may_stop),
+            self.stops.push(text, searches=word.searches),
             token_ids=[sampled.token_id],
             logprobs=[sampled.logprobs] if sampled.logprobs else None,
-            times_s=[now_s],
+            times_s=[word.time_s],
         )
+
+    def take(self, sampled: Sampled, now_s: float) -> Chunk:
+        """Book the newest token and tell its text."""
+        return self.tell(self.book(sampled, now_s))
 
     def catch_up(self, token_ids: list[int]) -> None:
         """Append tokens that another engine drew; what text they released was released there."""
@@ -124,7 +149,9 @@ class Sample:
         text = self.stops.push(self.detokenizer.flush())
         if self.stops.found is not None and self.sequence.finish_reason in ("stop", "length"):
             self.sequence.finish_reason, self.stop_reason = "stop", self.stops.found
-        return self._release(text + self.stops.flush(), token_ids=[])
+        last = self._release(text + self.stops.flush(), token_ids=[])
+        last.finish_reason, last.stop_reason = self.sequence.finish_reason, self.stop_reason
+        return last
 
     @property
     def held(self) -> str:
@@ -143,11 +170,9 @@ class Sample:
         return Chunk(
             text,
             token_ids,
-            finish_reason=self.sequence.finish_reason,
             index=self.index,
             logprobs=logprobs,
             times_s=times_s or [],
-            stop_reason=self.stop_reason if self.finished else None,
         )
 
     def completion(self) -> Completion:
@@ -179,6 +204,8 @@ class Request:
     """Chunks that the reader of its stream has taken."""
     max_unread: int | None = None
     """Chunks that may wait for their reader before the request pauses; None for no limit."""
+    num_untold: int = 0
+    """Tokens that are booked and whose chunks are still to come."""
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     """By position in the prompt."""
     num_closed: int = 0
@@ -195,7 +222,8 @@ class Request:
 
     def pause_if_unread(self) -> None:
         """Pause its sequences while too much of its stream waits to be read."""
-        paused = self.max_unread is not None and self.num_unread >= self.max_unread
+        num_unread = self.num_unread + self.num_untold
+        paused = self.max_unread is not None and num_unread >= self.max_unread
         for sample in self.samples:
             sample.sequence.paused = paused
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from itertools import groupby
+from typing import Protocol
 
 import torch
 
@@ -13,6 +14,14 @@ from pdlab.kvcache.manager import KEEP_ALL, KVManager, Release, Retention
 from pdlab.kvcache.paged import PagedKVCache, copy_blocks
 from pdlab.models.config import ModelConfig
 from pdlab.trace import BlockMove
+
+
+class UnderWay(Protocol):
+    """What computes on the memory while nobody holds its lock."""
+
+    def land(self) -> None:
+        """Wait until it is done, whether well or badly."""
+        ...
 
 
 class KVMemory:
@@ -69,6 +78,8 @@ class KVMemory:
         )
         self.lock = threading.RLock()
         """Held while an engine plans, runs or books a step: threads take turns."""
+        self.under_way: UnderWay | None = None
+        """To be waited for, by `settle`, before anything else is computed, copied or given back."""
         self._changed = threading.Condition(self.lock)
         self._num_changes = 0
         self.num_engines = 0
@@ -97,6 +108,15 @@ class KVMemory:
         self._kind = self._kind or kind
         self._seats_left -= num_seqs
         self.num_engines += 1
+
+    def settle(self) -> None:
+        """Wait until nothing computes on this memory; to be called with the lock held.
+
+        Interrupted, it can be called again.
+        """
+        if self.under_way:
+            self.under_way.land()
+            self.under_way = None
 
     def note_change(self) -> None:
         """An engine got on: blocks may have become free."""

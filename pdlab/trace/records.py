@@ -128,6 +128,20 @@ class Resident:
     num_computed_tokens: int
 
 
+class Span(NamedTuple):
+    """A piece of a step's time, on one of two lanes: what the caller's thread did, or the model's
+    computation in a thread of its own."""
+
+    lane: Literal["host", "compute"]
+    name: str
+    start_s: float
+    wall_s: float
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.wall_s
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """One engine step. Times in seconds; bytes and FLOPs are counted from the shapes that ran.
@@ -140,6 +154,9 @@ class StepRecord:
     start_s: float
     """Start of the step, in seconds since the engine was made."""
     wall_s: float
+    """What it took. With overlap: from the beginning of its scheduling until all was computed, and
+    the time to take in the tokens; neither the telling of its text, beside the next step, nor what
+    its caller may have done meanwhile."""
     stage_s: dict[str, float]
     """Wall time by stage. The engine's own: schedule, draft, prepare, sample, deliver; the model's:
     embed, qkv, attention, output (attention's projection), mlp, logits; or forward, all of them but
@@ -177,6 +194,12 @@ class StepRecord:
     """Most bytes of activations that existed at once; measured only where it was asked for."""
     activation_total_bytes: int | None = None
     """Bytes of all activations that the step made, one after the other; measured as the peak."""
+    spans: list[Span] = field(default_factory=list)
+    """What was done when, of a step with overlap: schedule, (draft), compute, book, and tell, which
+    lies beside the next step's compute. Empty without: all follows in a row."""
+    wasted: list[SequenceRecord] = field(default_factory=list)
+    """Sequences that were computed in vain: they were aborted before the step was booked. FLOPs and
+    bytes count them."""
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,7 @@ from pdlab.trace.records import (
     RequestRecord,
     Resident,
     SequenceRecord,
+    Span,
     StepRecord,
 )
 
@@ -102,19 +103,22 @@ class Trace:
 
 
 def _step(raw: dict[str, Any]) -> StepRecord:
-    sequences = [
-        SequenceRecord(
-            **s
-            | {
-                "top": [Candidate(*c) for c in s["top"]],
-                "draft": DraftRecord(**s["draft"]) if s.get("draft") else None,
-            }
-        )
-        for s in raw["sequences"]
-    ]
-    residents = [Resident(**r) for r in raw["residents"]]
-    moves = [BlockMove(*m) for m in raw["moves"]]
-    return StepRecord(**raw | {"sequences": sequences, "residents": residents, "moves": moves})
+    return StepRecord(
+        **raw
+        | {
+            "sequences": [_sequence(s) for s in raw["sequences"]],
+            "residents": [Resident(**r) for r in raw["residents"]],
+            "moves": [BlockMove(*m) for m in raw["moves"]],
+            "spans": [Span(*s) for s in raw.get("spans", [])],
+            "wasted": [_sequence(s) for s in raw.get("wasted", [])],
+        }
+    )
+
+
+def _sequence(raw: dict[str, Any]) -> SequenceRecord:
+    top = [Candidate(*c) for c in raw["top"]]
+    draft = DraftRecord(**raw["draft"]) if raw.get("draft") else None
+    return SequenceRecord(**raw | {"top": top, "draft": draft})
 
 
 def _pack(array: np.ndarray) -> dict[str, Any]:

@@ -783,13 +783,12 @@ MUTANTS = [
         "copies are made after the step",
         ENGINE,
         (
-            "                self.runner.carry_out(orders)\n                moves",
-            "                moves",
+            "            self.runner.carry_out(orders)\n        moves",
+            "            self._late = orders\n        moves",
         ),
         (
-            "                return self._book(batch",
-            "                self.runner.carry_out(orders)\n"
-            "                return self._book(batch",
+            "            flight.compute()\n",
+            "            flight.compute()\n            self.runner.carry_out(self._late)\n",
         ),
     ),
     mutant(
@@ -814,8 +813,8 @@ MUTANTS = [
         "an abort ends the first sample only",
         ENGINE,
         (
-            "                if not sample.finished:",
-            "                if not sample.finished and sample.index == 0:",
+            "            if not sample.finished:",
+            "            if not sample.finished and sample.index == 0:",
         ),
     ),
     # --- swapping ---
@@ -908,7 +907,7 @@ MUTANTS = [
     mutant(
         "host blocks are counted with those that were dropped",
         RECORDER,
-        ("sum(block != DROPPED for s in waiting", "sum(True for s in waiting"),
+        ("sum(block != DROPPED for table in", "sum(True for table in"),
     ),
     # --- windows and eviction ---
     mutant(
