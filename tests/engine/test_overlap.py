@@ -370,8 +370,8 @@ def test_a_step_may_not_change_the_engine_that_waits_for_it():
     with Engine(random_model(), OVERLAP) as engine:
         meddler = Meddler(lambda: engine.abort("r0"))
         engine.submit(PROMPTS[0], replace(PARAMS, logits_processors=[meddler]))
-        with pytest.raises(RuntimeError, match="inside its own computation"):
-            engine.step()
+        engine.step()
+        assert "inside its own computation" in str(engine.collect("r0").error)
 
 
 def test_probing_runs_without_overlap():
