@@ -173,9 +173,10 @@ class ModelDrafter:
         here draft less or not at all.
         """
         drafting = {s: n for s, n in zip(sequences, lengths, strict=True) if n}
-        for sequence in drafting.keys() & self.shadows.keys():
-            shadow = self.shadows[sequence] = self.shadows.pop(sequence)  # the last one now
-            shadow.follow(sequence)
+        for sequence in drafting:
+            if shadow := self.shadows.pop(sequence, None):
+                self.shadows[sequence] = shadow  # the most recently used
+                shadow.follow(sequence)
         budget, ahead = self.chunk_size, {}
         for sequence in sorted(drafting, key=self._num_behind):
             wanted = self._grant(sequence, drafting[sequence], busy=drafting)
