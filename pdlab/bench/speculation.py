@@ -26,7 +26,7 @@ import torch
 from tqdm.auto import tqdm
 
 from pdlab.bench.speculation_prompts import TASKS
-from pdlab.engine import Engine, EngineConfig, SamplingParams
+from pdlab.engine import Engine, EngineConfig, Prompt, SamplingParams
 from pdlab.engine.drafting import Speculation
 from pdlab.machine import describe_machine
 from pdlab.models import Model, load
@@ -57,6 +57,8 @@ file, which an int4 draft would hold without loss."""
 TARGETS = ("fp32", REGROUPED, "int8")
 BATCHES = (1, 4, 8)
 NUM_TOKENS = 64
+PROMPTS = 4
+"""Prompts of a scene, at least."""
 DIGITS = 4
 
 
@@ -130,8 +132,9 @@ class DraftCost:
     """The proposing of a step."""
     speedup: float
     """Measured: over plain decoding in the same rounds."""
+    num_prompts: int
     num_equal: int
-    """Sequences whose tokens are those of plain decoding. Where a step has more rows, products may
+    """Prompts whose tokens are those of plain decoding. Where a step has more rows, products may
     round otherwise, and a near tie end otherwise."""
     counts: Counts
     theorem: float = 1.0
@@ -226,7 +229,7 @@ def measure_speculation(
     Args:
         targets: formats of the target's weights; or REGROUPED.
         tasks: of TASKS.
-        batches: prompts that decode together, at most 8.
+        batches: prompts that decode together, at most 8; of a smaller batch several are measured.
         num_tokens: of each sequence.
 
     Raises:
@@ -246,8 +249,7 @@ def measure_speculation(
         base = EngineConfig(backend=backend, num_blocks=256)
         for task in tasks:
             for batch in batches:
-                prompts = TASKS[task][:batch]
-                bench = _Bench(model, base, drafters, prompts, num_tokens)
+                bench = _Bench(model, base, drafters, _batches(task, batch), num_tokens)
                 scenes.append(Scene(target, task, batch, bench.costs(rounds)))
                 bar.update()
     bar.close()
@@ -260,6 +262,12 @@ def measure_speculation(
         machine=describe_machine() | {"threads": torch.get_num_threads()},
         versions={"torch": torch.__version__},
     )
+
+
+def _batches(task: str, batch: int) -> list[list[Prompt]]:
+    """As many prompts as are in a scene, in batches that decode one after the other."""
+    prompts = TASKS[task][: max(batch, PROMPTS)]
+    return [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
 
 
 def _target(name: str, target: str) -> Model:
@@ -278,39 +286,41 @@ class _Bench:
         model: Model,
         base: EngineConfig,
         drafters: Mapping[str, Speculation],
-        prompts: Sequence[Any],
+        batches: Sequence[Sequence[Prompt]],
         num_tokens: int,
     ):
-        self._model, self._prompts = model, list(prompts)
+        self._model, self._batches = model, batches
         self._params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, prefix_cache=False)
         self._configs = {PLAIN: base} | {
             name: replace(base, speculation=drafter) for name, drafter in drafters.items()
         }
 
     def costs(self, rounds: int) -> list[DraftCost]:
-        """Each engine decodes once to warm up, and then in turn with the others."""
+        """Each engine decodes a batch to warm up, and then all of them in turn with the others."""
         engines = {name: Engine(self._model, config) for name, config in self._configs.items()}
         try:
             runs: dict[str, list[_Run]] = {name: [] for name in engines}
-            for turn in range(rounds + 1):
+            for engine in engines.values():
+                self._run(engine, self._batches[:1])
+            for _ in range(rounds):
                 for name, engine in engines.items():
-                    run = self._run(engine)
-                    if turn:
-                        runs[name].append(run)
+                    runs[name].append(self._run(engine, self._batches))
             ratios = {name: _byte_ratio(engine) for name, engine in engines.items()}
         finally:
             for engine in engines.values():
                 engine.close()
         return [_cost(name, runs, ratios[name]) for name in runs]
 
-    def _run(self, engine: Engine) -> _Run:
-        for prompt in self._prompts:
-            engine.submit(prompt, self._params)
-        run, request_ids = _Run(), list(engine.requests)
-        for step in iter(engine.step, None):
-            if step.phase == "decode":
-                run.add(step)
-        run.tokens = [engine.collect(request_id).token_ids for request_id in request_ids]
+    def _run(self, engine: Engine, batches: Sequence[Sequence[Prompt]]) -> _Run:
+        run = _Run()
+        for batch in batches:
+            for prompt in batch:
+                engine.submit(prompt, self._params)
+            request_ids = list(engine.requests)
+            for step in iter(engine.step, None):
+                if step.phase == "decode":
+                    run.add(step)
+            run.tokens += [engine.collect(request_id).token_ids for request_id in request_ids]
         return run
 
 
@@ -365,6 +375,7 @@ def _cost(name: str, runs: Mapping[str, Sequence[_Run]], byte_ratio: float | Non
         step_s=median(s for run in mine for s in run.step_s),
         draft_s=median(s for run in mine for s in run.draft_s),
         speedup=median(a.tokens_s / b.tokens_s for a, b in zip(mine, plain, strict=True)),
+        num_prompts=len(mine[0].tokens),
         num_equal=sum(a == b for a, b in zip(mine[0].tokens, plain[0].tokens, strict=True)),
         counts=counts,
         byte_ratio=byte_ratio,

@@ -67,8 +67,10 @@ def speculation(
         console.print(
             f"[bold]measured[/]: {found.model}, backend {found.backend}, {found.num_tokens} tokens "
             f"of each sequence, medians of {found.rounds} rounds\n"
-            "predicted: theorem 3.8 from acceptance and the cost of a drafted token, checking free;"
-            " and with the time that checking took\n",
+            "theorem: the gain that theorem 3.8 predicts from the tokens that stood and the time "
+            "of drafting, if checking is free; checked: the same with the time that it took\n"
+            "draft, check: time of a drafted token and of a step that checks, over a plain "
+            "step's\n",
             soft_wrap=True,
         )
         for scene in found.scenes:
@@ -85,16 +87,7 @@ def _table(scene: Scene) -> Table:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("drafter", no_wrap=True)
-    for title in (
-        "tokens/s",
-        "speed-up",
-        "theorem",
-        "+ check",
-        "accepted",
-        "draft",
-        "check",
-        "equal",
-    ):
+    for title in ("tokens/s", "gain", "theorem", "checked", "stood", "draft", "check", "same"):
         table.add_column(title, justify="right", no_wrap=True)
     for cost in scene.costs:
         cells = [f"{cost.tokens_s:.1f}", f"{cost.speedup:.2f}x"]
@@ -103,5 +96,5 @@ def _table(scene: Scene) -> Table:
             cells += [f"{cost.cost_ratio:.2f}", f"{cost.check_ratio:.2f}"]
         else:
             cells += ["", "", "", "", ""]
-        table.add_row(cost.drafter, *cells, f"{cost.num_equal}/{scene.batch}")
+        table.add_row(cost.drafter, *cells, f"{cost.num_equal}/{cost.num_prompts}")
     return table

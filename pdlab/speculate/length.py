@@ -6,14 +6,14 @@ took. It maximizes tokens a second over the batch (the goodput of Liu et al. 202
 Speculative Decoding for Serving Large Language Models Using Goodput"):
 
     tokens    for each sequence 1 + a + a^2 + ... over the tokens of its draft
-    seconds   plain step + per checked token x tokens of all drafts + per drafted token x longest
+    seconds   a step that checks so many tokens + drafting as many as the longest draft has
 
-Where nothing is known it drafts, and where nothing pays it tries again now and then.
+Where nothing is known it drafts, longer and longer as long as that pays; where nothing pays it
+tries again now and then.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
@@ -32,8 +32,6 @@ AUTO = "auto"
 """The value of `num_tokens` that asks for an adaptive length."""
 MOST_AUTO = 16
 """Longest adaptive draft."""
-FIRST_DEPTH = 4
-"""Draft length while no cost is known."""
 
 
 def check_num_tokens(num_tokens: int | str) -> None:
@@ -101,39 +99,48 @@ class Acceptance:
         return (self.accepted + weight * prior) / (self.looked_at + weight)
 
 
-class Line:
-    """seconds = base + slope x amount, as most of the last measurements say.
+class Times:
+    """Seconds by amount, as the last measurements say.
 
-    Medians of each amount, and the median slope between amounts (Theil 1950, Sen 1968): steps that
-    computed a prompt besides, or waited for the processor, do not count by how long they took, and
-    an amount that is seldom tried weighs as much as one that is used all the time.
+    Of each amount the median counts: steps that computed a prompt besides, or waited for the
+    processor, do not count by how long they took. Between amounts lies a straight line, and beyond
+    them goes the median slope between any two (Theil 1950, Sen 1968). More never takes less.
     """
 
-    AMOUNTS, TIMES = 16, 7
+    AMOUNTS, REPEATS = 16, 7
     """Amounts that are remembered, and measurements of each; the last ones."""
 
     def __init__(self) -> None:
-        self._times: dict[int, deque[float]] = {}
+        self._seconds: dict[int, deque[float]] = {}
 
     def add(self, amount: int, seconds: float) -> None:
-        times = self._times.pop(amount, None) or deque(maxlen=self.TIMES)
-        times.append(seconds)
-        self._times[amount] = times  # the last of them now
-        if len(self._times) > self.AMOUNTS:
-            del self._times[next(iter(self._times))]
+        measured = self._seconds.pop(amount, None) or deque(maxlen=self.REPEATS)
+        measured.append(seconds)
+        self._seconds[amount] = measured  # the last of them now
+        if len(self._seconds) > self.AMOUNTS:
+            del self._seconds[next(iter(self._seconds))]
 
-    def fit(self) -> tuple[float, float] | None:
-        """(base, slope), none negative; None without a measurement. With one amount alone, what
-        more would cost is not known, and taken for nothing: so it will be tried."""
-        if not self._times:
-            return None
-        points = [(amount, median(times)) for amount, times in self._times.items()]
-        slopes = [
-            (later[1] - first[1]) / (later[0] - first[0])
-            for first, later in combinations(points, 2)
-        ]
-        slope = max(0.0, median(slopes)) if slopes else 0.0
-        return max(0.0, median(y - slope * x for x, y in points)), slope
+    @property
+    def largest(self) -> int:
+        """The largest amount that is remembered; -1 for none."""
+        return max(self._seconds, default=-1)
+
+    @property
+    def _medians(self) -> list[tuple[int, float]]:
+        return sorted((amount, median(each)) for amount, each in self._seconds.items())
+
+    @property
+    def slope(self) -> float:
+        """Seconds that one more takes; 0 while one amount alone is known."""
+        slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(self._medians, 2)]
+        return max(0.0, median(slopes)) if slopes else 0.0
+
+    def at(self, amounts: np.ndarray) -> np.ndarray:
+        """Seconds of these amounts; something must have been measured."""
+        known, seconds = np.array(self._medians).T
+        seconds = np.maximum.accumulate(seconds)
+        beyond = np.maximum(amounts - known[-1], 0) - np.maximum(known[0] - amounts, 0)
+        return np.maximum(np.interp(amounts, known, seconds) + self.slope * beyond, 0.0)
 
 
 class AdaptiveLength:
@@ -148,25 +155,29 @@ class AdaptiveLength:
     CERTAIN = 0.98
     """Believed acceptance stays below: no draft is worth any length."""
     EXPLORE = 16
-    """Choices after which another length is tried, which shows what lengths cost."""
+    """Choices after which another length is tried, which shows what lengths cost now."""
     RETRY, MOST_RETRY = 16, 256
     """Choices without drafts after which some are tried; twice as many each time that they do not
     pay, up to a limit."""
     TRIES = 3
-    """Drafts of such a trial."""
+    """Choices of such a trial."""
 
     def __init__(self, most: int = MOST_AUTO):
         self.most = most
-        self.depth = FIRST_DEPTH
+        self.depth = 0
         """Longest draft of the last choice that was not a trial."""
         self.pooled = Acceptance(self.POOLED)
         self.own: dict[Sequence, Acceptance] = {}
-        self.drafting = Line()
-        self._steps: dict[int, Line] = {}
-        self._rate = 0.0
-        """Tokens a second that the last choice promised."""
+        self.drafting = Times()
+        """By the length of the longest draft."""
+        self.steps: dict[int, Times] = {}
+        """By the tokens of all drafts; for each size of batch."""
+        self.tried: dict[int, int] = {}
+        """The longest drafts tried in batches of a size."""
         self._size = 1
         """Sequences of the last choice."""
+        self._rate = 0.0
+        """Tokens a second that it promised."""
         self._num_choices = self._num_idle = 0
         self._patience = self.RETRY
 
@@ -177,53 +188,58 @@ class AdaptiveLength:
             return [0] * len(sequences)
         self._num_choices += 1
         self._size = _size(len(sequences))
+        if self._size not in self.tried:  # what a plain step takes here
+            self.tried[self._size] = 0
+            return [0] * len(sequences)
         best = self._best(sequences, limits)
         self.depth = max(best)
-        if trial := self._trial():
-            return [min(trial, limit) for limit in limits]
+        trial = self._trial()
+        if trial is not None:
+            best = [min(trial, limit) for limit in limits]
+        self.tried[self._size] = max(self.tried[self._size], *best)
         return best
 
-    def _trial(self) -> int:
-        """Another length to try now; 0 for none."""
-        if not self.depth:
-            self._num_idle += 1
-            if self._num_idle <= self._patience:
-                return 0
-            if self._num_idle == self._patience + self.TRIES:
-                self._num_idle, self._patience = 0, min(2 * self._patience, self.MOST_RETRY)
-            return min(FIRST_DEPTH, self.most)
-        self._num_idle, self._patience = 0, self.RETRY
-        if self._num_choices % self.EXPLORE:
-            return 0
-        shorter = self._num_choices % (2 * self.EXPLORE) == 0
-        return max(1, self.depth // 2) if shorter else min(2 * self.depth, self.most)
+    def _trial(self) -> int | None:
+        """Another length to try now; None for none."""
+        if self.depth:
+            self._num_idle, self._patience = 0, self.RETRY
+            if self._num_choices % self.EXPLORE:
+                return None
+            longer = self._num_choices % (2 * self.EXPLORE)
+            return min(2 * self.depth, self.most) if longer else 0
+        self._num_idle += 1
+        if self._num_idle <= self._patience:
+            return None
+        if self._num_idle >= self._patience + self.TRIES:
+            self._num_idle, self._patience = 0, min(2 * self._patience, self.MOST_RETRY)
+        return 1
 
     def _best(self, sequences: Several[Sequence], limits: Several[int]) -> list[int]:
-        """The lengths with most tokens a second, so far as is known."""
-        step = self._steps.get(self._size, Line()).fit()
-        drafting = self.drafting.fit()
-        if step is None or drafting is None:
-            return [min(FIRST_DEPTH, limit) for limit in limits]
-        (plain_s, check_s), (start_s, token_s) = step, drafting
-        room = np.minimum(limits, self.most)
-        depths = np.arange(1, self.most + 1)
+        """The lengths with most tokens a second, so far as is known.
+
+        Lengths grow step by step, at most to twice what was tried in such a batch: what comes
+        beyond may cost more than it looks, where a processor has no more to spare.
+        """
+        steps = self.steps.get(self._size)
+        cap = min(self.most, max(1, 2 * self.tried[self._size]))
+        if steps is None or not self.tried[self._size]:
+            return [min(1, limit) for limit in limits]
+        depths = np.arange(1, cap + 1)
         # [sequences, depths]: how likely the token at each depth is to be reached and accepted
         likely = self._estimates(sequences)[:, None] ** depths
-        # a token is checked where it brings more than the seconds would bring otherwise; which
+        # a token is checked where it brings more than its seconds would bring otherwise; at which
         # rate that is, the last choice knows
-        taken = (depths <= room[:, None]) & (likely > check_s * self._rate)
+        taken = (depths <= np.array(limits)[:, None]) & (likely > steps.slope * self._rate)
         tokens = len(sequences) + (likely * taken).sum(axis=0).cumsum()
-        num_taken = taken.sum(axis=0)
-        seconds = plain_s + check_s * num_taken.cumsum() + start_s + token_s * depths
-        rates = tokens / seconds
-        plain_rate = len(sequences) / plain_s if plain_s else math.inf
-        at = int(rates.argmax())
-        if rates[at] <= plain_rate or not num_taken[0]:
-            self._rate = plain_rate if plain_s else 0.0
-            return [0] * len(sequences)
-        self._rate = float(rates[at])
-        lengths: list[int] = taken[:, : at + 1].sum(axis=1).tolist()
+        seconds = steps.at(taken.sum(axis=0).cumsum()) + self._drafting_s(depths)
+        rates = np.append(len(sequences) / steps.at(np.zeros(1)), tokens / seconds)
+        depth = int(rates.argmax())  # the shortest of equals
+        self._rate = float(rates[depth])
+        lengths: list[int] = taken[:, :depth].sum(axis=1).tolist()
         return lengths
+
+    def _drafting_s(self, depths: np.ndarray) -> np.ndarray:
+        return self.drafting.at(depths) if self.drafting.largest >= 0 else np.zeros(len(depths))
 
     def _estimates(self, sequences: Several[Sequence]) -> np.ndarray:
         pooled = self.pooled.estimate(self.PRIOR, self.PRIOR_WEIGHT)
@@ -243,7 +259,7 @@ class AdaptiveLength:
             for acceptance in (own, self.pooled):
                 acceptance.add(outcome.num_accepted, outcome.num_drafted)
         lengths = [outcome.num_drafted for outcome in drafted]
-        self._steps.setdefault(self._size, Line()).add(sum(lengths), step_s)
+        self.steps.setdefault(self._size, Times()).add(sum(lengths), step_s)
         if draft_s is not None and lengths:
             self.drafting.add(max(lengths), draft_s)
 
@@ -252,5 +268,5 @@ class AdaptiveLength:
 
 
 def _size(num_sequences: int) -> int:
-    """Batches of about one size have one line: 1, 2 to 3, 4 to 7, ..."""
+    """Batches of about one size have their times in common: 1, 2 to 3, 4 to 7, ..."""
     return num_sequences.bit_length()

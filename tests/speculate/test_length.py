@@ -3,13 +3,14 @@
 import random
 from statistics import mean
 
+import numpy as np
 import pytest
 
 from pdlab import SamplingParams
 from pdlab.engine import Sequence
 from pdlab.engine.drafting import Outcome
 from pdlab.speculate import AdaptiveLength, FixedLength, best_num_tokens
-from pdlab.speculate.length import MOST_AUTO, Acceptance, Line
+from pdlab.speculate.length import MOST_AUTO, Acceptance, Times
 
 
 class World:
@@ -23,6 +24,9 @@ class World:
         self.time_s = 0.0
         self.num_tokens = 0
 
+    def step_s(self, num_drafted: int) -> float:
+        return self.plain_s + self.check_s * num_drafted
+
     def step(self, length, sequences, acceptances, limit=64) -> list[int]:
         lengths = length.choose(sequences, [limit] * len(sequences))
         outcomes = []
@@ -32,12 +36,11 @@ class World:
                 accepted += 1
             outcomes += [Outcome(sequence, drafted, accepted)] * (drafted > 0)
             self.num_tokens += accepted + 1
-        step_s = self.plain_s + self.check_s * sum(lengths)
+        step_s = self.step_s(sum(lengths))
         step_s += self.prompt_s * (self.draw.random() < 0.25)
         draft_s = self.token_s * max(lengths)
         self.time_s += step_s + draft_s
-        if outcomes:
-            length.learn(outcomes, draft_s, step_s)
+        length.learn(outcomes, draft_s, step_s)
         return lengths
 
     def steps(self, length, number, acceptances) -> list[list[int]]:
@@ -101,8 +104,9 @@ def test_limits_hold_and_nothing_is_learned_of_nobody() -> None:
     one, two = sequence(), sequence("r1")
     assert length.choose([], []) == []
     assert length.choose([one, two], [0, 0]) == [0, 0]
-    assert length.choose([one, two], [1, 0]) == [1, 0]
+    assert length.choose([one, two], [1, 0]) == [0, 0]  # a plain step first
     length.learn([], 0.0, 1.0)
+    assert length.choose([one, two], [1, 0]) == [1, 0]
     assert not length.own
     assert FixedLength(3).choose([one, two], [5, 2]) == [3, 2]
 
@@ -115,15 +119,32 @@ def test_tokens_behind_a_rejected_one_say_nothing() -> None:
     assert acceptance.estimate(prior=0.0, weight=4) == 0.5
 
 
-def test_the_line_is_that_of_most_points() -> None:
-    line = Line()
-    assert line.fit() is None
-    line.add(4, 3.0)
-    assert line.fit() == (3.0, 0.0)
-    for amount in (0, 1, 2, 4, 6, 8, 3, 5):
+def test_times_are_those_of_most_measurements() -> None:
+    times = Times()
+    times.add(4, 3.0)
+    assert times.slope == 0
+    assert times.at(np.array([0, 4, 9])).tolist() == [3, 3, 3]
+    for amount in (0, 1, 2, 4, 6, 8):
         for seconds in (1 + 0.5 * amount, 100.0, 1 + 0.5 * amount):
-            line.add(amount, seconds)
-    assert line.fit() == pytest.approx((1.0, 0.5))
+            times.add(amount, seconds)
+    assert times.slope == 0.5
+    assert times.at(np.array([0, 3, 5, 12])).tolist() == [1, 2.5, 3.5, 7]
     for amount in range(20, 40):
-        line.add(amount, 7.0)
-    assert line.fit() == pytest.approx((7.0, 0.0))  # what it was long ago is forgotten
+        times.add(amount, 7.0)
+    assert times.at(np.array([1])).tolist() == [7]  # what it was long ago is forgotten
+
+
+def test_a_step_up_in_cost_is_seen() -> None:
+    """Rows up to 8 cost nothing, and then much: as where other kernels compute."""
+    length, world = AdaptiveLength(), World(token_s=0.0)
+    world.step_s = lambda num_rows: 1.0 if num_rows <= 8 else 4.0  # type: ignore[method-assign]
+    lengths = [each[0] for each in world.steps(length, 600, [0.97])]
+    assert mean(lengths[-200:]) == pytest.approx(8, abs=1)
+
+
+def test_a_draft_is_not_twice_as_long_as_any_before_in_such_a_batch() -> None:
+    length, world = AdaptiveLength(), World(token_s=0.0)
+    lengths = [each[0] for each in world.steps(length, 8, [1.0])]
+    assert lengths == [0, 1, 2, 4, 8, 16, 16, 16]
+    both = [max(each) for each in world.steps(length, 3, [1.0, 1.0])]
+    assert both == [0, 1, 2]

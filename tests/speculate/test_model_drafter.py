@@ -21,7 +21,7 @@ from pdlab import (
 from pdlab.engine import Sequence, admission
 from pdlab.engine.drafting import Outcome, Speculation
 from pdlab.sampling import Draft, run_chain
-from pdlab.speculate import ModelDrafter, first_layers
+from pdlab.speculate import FixedLength, ModelDrafter, first_layers
 from pdlab.speculate.model_drafter import UP_TO_DATE
 
 from ..helpers import TINY, random_model, random_prompt
@@ -213,10 +213,14 @@ def test_a_prompt_is_computed_in_chunks_beside_others_drafts() -> None:
     assert [len(draft) for draft in made.propose([long, short], [2, 2])] == [2, 2]
 
 
-def test_rounds_that_computed_a_prompt_teach_nothing_of_what_drafts_cost() -> None:
-    made = drafter(DraftModel(target(), num_tokens="auto"))
+def test_rounds_that_computed_a_prompt_teach_nothing_of_what_drafts_cost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = drafter(DraftModel(target(), num_tokens=3))
     learned = []
-    made.length.learn = lambda outcomes, draft_s, step_s: learned.append(draft_s)  # type: ignore[method-assign]
+    monkeypatch.setattr(
+        FixedLength, "learn", lambda _, outcomes, draft_s, step_s: learned.append(draft_s)
+    )
     mine = sequence(random_prompt(4 + UP_TO_DATE))
     for _ in range(2):
         [draft] = made.propose([mine], [3])
