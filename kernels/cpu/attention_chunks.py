@@ -98,7 +98,8 @@ def attend_chunk(kv, plan, layer, kind, qkv, out, chunk):
         if number >= item[t.SINK_TILES]:
             tile = number - item[t.SINK_TILES] + item[t.RECENT_TILE]
         for head in range(heads):
-            to = head * size if alone else item[t.PART] + (number * heads + head) * size
+            share = number * kv[t.KV_HEADS] + item[t.HEAD] + head
+            to = head * size if alone else item[t.PART] + share * size
             fresh = not alone or number == item[t.BEGIN]
             at = head * panels * head_dim * t.LANES
             _attend_tile(

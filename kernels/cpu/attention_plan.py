@@ -7,10 +7,11 @@
 
 Attention is cut into **items**, one chunk each. An item is some queries of one sequence and some
 tiles of 64 keys. Sequences with few queries (decoding) are cut along their tiles, each item with
-all KV heads, so that memory is read as one stream; the others along queries and KV heads. A tile's
-sums are computed for itself and joined to those before it, one by one, whether that is done within
-an item or, for queries whose tiles several items share, afterwards. So how work is cut leaves no
-trace in a result: a row has the same bits alone, among others, as decode and as part of a prefill.
+all KV heads, so that memory is read as one stream, or with fewer where threads would stand idle;
+the others along queries and KV heads. A tile's sums are computed for itself and joined to those
+before it, one by one, whether that is done within an item or, for queries whose tiles several items
+share, afterwards. So how work is cut leaves no trace in a result: a row has the same bits alone,
+among others, as decode and as part of a prefill.
 """
 
 from collections.abc import Sequence
@@ -344,15 +345,17 @@ class AttentionPlan:
     def _items_of_few(
         self, few: list[tuple[int, tuple[int, int, int]]]
     ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Items of sequences with few queries, each with all KV heads, and what joins them."""
+        """Items of sequences with few queries, with all KV heads if there are enough, and joins."""
         kv, items, joins = self.kv, [], []
         counts = [_count(tiles, self.context_lens[i] - 1) for i, tiles in few]
         wanted = _ITEMS_A_THREAD * self._num_threads if self._num_threads > 1 else 1
         each = max(1, -(-sum(counts) // wanted))
+        found = sum(-(-count // each) for count in counts)
+        heads = -(-kv.num_kv_heads // max(1, wanted // max(1, found)))
         for (i, tiles), count in zip(few, counts, strict=True):
             row, end = self.query_starts[i], self.query_starts[i + 1]
             position = self.context_lens[i] - (end - row)
-            where = (row, end - row, position, self._table_starts[i], 0, kv.num_kv_heads)
+            where = (row, end - row, position, self._table_starts[i])
             part = t.NO_PART
             if count > each:
                 part = self._part_floats
@@ -360,7 +363,9 @@ class AttentionPlan:
                 self._part_floats += count * kv.num_kv_heads * head_floats
                 joins += [(row, end - row, h, count, part) for h in range(kv.num_kv_heads)]
             for begin in range(0, count, each):
-                items.append((*where, *tiles, begin, min(begin + each, count), part))
+                tail = (*tiles, begin, min(begin + each, count), part)
+                for head in range(0, kv.num_kv_heads, heads):
+                    items.append((*where, head, min(heads, kv.num_kv_heads - head), *tail))
         return items, joins
 
 

@@ -269,6 +269,7 @@ class CompiledDecoder:
         Raises:
             ValueError: there is no row, a token, position or row is out of range, the plan is
                 another decoder's, or the batch is too large for one step.
+            MemoryError: a chunk found no room for what it computes in between.
         """
         layers = layers or range(len(self.layers))
         rows, last = len(token_ids), layers.stop == len(self.layers)
@@ -292,18 +293,23 @@ class CompiledDecoder:
         batch[t.AT_HIDDEN] = address(hidden)
         batch[t.AT_NORMED : t.AT_LOGITS] = buffers.floats
         batch[t.AT_LOGITS], batch[t.AT_STAMPS] = address(logits), address(stamps)
+        batch[t.FAILED] = 0
         batch[t.NORMED_CODES :] = buffers.codes
         self.team.run(
             step.run_program, program, self._model_table, batch, self.kv.table, plan.table,
             np.float32(self.shape.rms_norm_eps),
         )  # fmt: skip
         ended_s = step.now_s()
+        if batch[t.FAILED]:
+            raise MemoryError(f"no memory to compute {rows} rows in")
         return StepResult(hidden, logits, ended_s, program, outline.stages, stamps)
 
     def _outline(self, rows: int, samples: int, layers: range) -> _Outline:
-        """The program of such a step; of those made last, some are kept."""
+        """The program of such a step; of those used last, some are kept."""
         key = rows, samples, layers
-        if key not in self._outlines:
+        if key in self._outlines:
+            self._outlines[key] = self._outlines.pop(key)  # the last one to be forgotten
+        else:
             if len(self._outlines) == _OUTLINES:
                 del self._outlines[next(iter(self._outlines))]
             kinds = [layer.window_kind for layer in self.layers[layers.start : layers.stop]]

@@ -24,6 +24,7 @@ from typing import Any
 
 from numba import types
 from numba.core import cgutils
+from numba.core.callconv import RETCODE_NONE, RETCODE_OK
 from numba.extending import intrinsic
 
 from . import step_tables as t
@@ -53,7 +54,10 @@ _clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32
 
 @intrinsic
 def _call(typing, function, phase, chunk, model, batch, kv, plan, epsilon):  # type: ignore[no-untyped-def]
-    """Call the kernel at an address, which takes these arguments and returns nothing."""
+    """Call the kernel at an address, which takes these arguments; returns whether it came through.
+
+    An exception ends it, which can only be that it found no memory for its scratch.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         argument_types = signature.args[1:]
@@ -61,17 +65,18 @@ def _call(typing, function, phase, chunk, model, batch, kv, plan, epsilon):  # t
         callee = builder.inttoptr(args[0], function_type.as_pointer())
         result, error = (cgutils.alloca_once(builder, x.pointee) for x in function_type.args[:2])
         packer = context.call_conv._get_arg_packer(argument_types)
-        builder.call(callee, [result, error, *packer.as_arguments(builder, args[1:])])
-        return context.get_dummy_value()
+        code = builder.call(callee, [result, error, *packer.as_arguments(builder, args[1:])])
+        done = (builder.icmp_signed("==", code, x) for x in (RETCODE_OK, RETCODE_NONE))
+        return builder.or_(*done)
 
-    return types.void(types.int64, phase, chunk, model, batch, kv, plan, epsilon), codegen
+    return types.boolean(types.int64, phase, chunk, model, batch, kv, plan, epsilon), codegen
 
 
 @kernel
 def run_program(counters, step, program, model, batch, kv, plan, epsilon):
     """All phases of `program`, int64 [phases, PHASE_WORDS], for a member of a team.
 
-    `model`, `batch`, `kv`, `plan` are int64 tables.
+    `model`, `batch`, `kv`, `plan` are int64 tables. What fails is told there.
     """
     base = 0
     for number in range(program.shape[0]):
@@ -83,7 +88,8 @@ def run_program(counters, step, program, model, batch, kv, plan, epsilon):
                 break
             if TELLS_TIME and chunk == 0:
                 _clock_gettime(_CLOCK, pointer(batch[t.AT_STAMPS] + 16 * number))
-            _call(phase[t.AT_FUNCTION], phase, chunk, model, batch, kv, plan, epsilon)
+            if not _call(phase[t.AT_FUNCTION], phase, chunk, model, batch, kv, plan, epsilon):
+                batch[t.FAILED] = 1  # and the step goes on: nobody may wait for a chunk in vain
             finished = True
         base += chunks
 

@@ -24,8 +24,9 @@ NUM_ROWS, NUM_SAMPLES = range(2)
 AT_TOKEN_IDS, AT_POSITIONS, AT_SAMPLE_ROWS = range(2, 5)  # int64
 AT_HIDDEN, AT_NORMED, AT_QKV, AT_ATTENDED, AT_GATE_UP, AT_GATED, AT_LOGITS = range(5, 12)  # float32
 AT_STAMPS = 12  # when each phase began: int64 [phases, 2], seconds and nanoseconds
-NORMED_CODES, GATED_CODES = 13, 18  # each of these is five words: rounded activations
-BATCH_WORDS = 23
+FAILED = 13  # 1 if some chunk could not be computed
+NORMED_CODES, GATED_CODES = 14, 19  # each of these is five words: rounded activations
+BATCH_WORDS = 24
 AT_CODES8, AT_SCALES8, AT_SUMS, AT_CODES16, AT_SCALES16 = range(5)
 
 # --- a phase -------------------------------------------------------------------------------------
