@@ -159,6 +159,7 @@ class Engine:
         also returned where nothing *can* be done: all streams are paused, or other engines hold all
         blocks of a shared memory, or requests do that are on their way between engines.
         """
+        called_s = self.now_s()
         with self._quiet():
             memory = self._require_open()
             failure, self._failure = self._failure, None
@@ -171,7 +172,7 @@ class Engine:
                 return None
             try:
                 with undisturbed():
-                    self._book()
+                    self._book(called_s)
                 if self.config.overlap and self._may_run_apart:
                     self._take_off_early()
             finally:
@@ -290,8 +291,12 @@ class Engine:
                 request.release(sample.close())
         self._refused.clear()
 
-    def _book(self) -> None:
-        """Make what was computed part of the sequences: all that the next plan depends on."""
+    def _book(self, called_s: float) -> None:
+        """Make what was computed part of the sequences: all that the next plan depends on.
+
+        Args:
+            called_s: since when the caller waits.
+        """
         flight, self._flight = self._flight, None
         assert flight
         flight.raise_error()
@@ -322,7 +327,7 @@ class Engine:
         self._freed = []
         self._step += 1
         self._require_open().note_change()
-        booked = _Booked(flight, output, told, wasted, stock, start_s, self.now_s())
+        booked = _Booked(flight, output, told, wasted, stock, called_s, start_s, self.now_s())
         self._untold.append(booked)
         if flight.is_apart:  # who guesses for the next step must have heard of this one
             self._learn(booked, self._wall_s(booked))
@@ -379,9 +384,11 @@ class Engine:
             if name in flight.planning_s:
                 spans.append(Span("host", name, at_s, flight.planning_s[name]))
                 at_s = spans[-1].end_s
+        waits_s = max(booked.called_s, at_s)
         return [
             *spans,
             Span("compute", "compute", begin_s, end_s - begin_s),
+            Span("host", "wait", waits_s, booked.start_s - waits_s),
             Span("host", "book", booked.start_s, booked.end_s - booked.start_s),
             Span("host", "tell", told_s, self.now_s() - told_s),
         ]
@@ -1074,6 +1081,7 @@ class _Booked:
     told: list[_Told]
     wasted: list[ScheduledSequence]
     stock: Stock
+    called_s: float
     start_s: float
     """When its booking began, on the engine's clock."""
     end_s: float

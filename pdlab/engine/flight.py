@@ -90,10 +90,18 @@ class Flight:
     _is_committed: bool = False
 
     def launch(self, thread: ComputeThread) -> None:
-        self.is_apart = True
-        self._future = thread.start(self._compute_and_commit)
+        """Give it to the thread.
 
-    def _compute_and_commit(self) -> None:
+        Returns when that is at work: with the GIL it would wait up to 5 ms for it otherwise, until
+        the caller has nothing left to do, and nothing would lie beside the computation.
+        """
+        self.is_apart = True
+        begun = threading.Event()
+        self._future = thread.start(lambda: self._compute_and_commit(begun))
+        begun.wait()
+
+    def _compute_and_commit(self, begun: threading.Event) -> None:
+        begun.set()
         self.compute()
         self.commit()
 

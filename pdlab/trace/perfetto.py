@@ -5,6 +5,8 @@ are microseconds since the engine was made.
 
     process "engine"     steps     | step 0: prefill       | step 1: decode | ...
                                    | qkv | attention | mlp | ...
+                         host      | schedule 1 | tell 0 | wait 1 | book 1 | ...  (with overlap)
+                         compute                | compute 1 ......|
                          counters  KV bytes (used, wasted, swapped); sequences (prefill, ...)
     process "sequences"  r0        | waiting | prefill 0-37 | decode | swapped out | decode | ...
                          r0.1                                 | fork from r0 | decode | ...
@@ -29,6 +31,8 @@ ENGINE, SEQUENCES = 1, 2
 """Process ids."""
 STEPS = 1
 """Thread id of the engine's track of steps."""
+LANES = {"host": 2, "compute": 3}
+"""Thread ids of the lanes of steps with overlap."""
 PER_LAYER = ("qkv", "attention", "mlp", "probe")
 """Stages that run once in each layer; the record holds their sum over the layers."""
 
@@ -50,6 +54,12 @@ def to_perfetto(trace: Trace) -> dict[str, Any]:
     for record in trace.steps:
         events += _step_events(record, num_layers)
         events += _counter_events(record)
+        events += [
+            _slice(
+                f"{span.name} {record.step}", (ENGINE, LANES[span.lane]), span.start_s, span.wall_s
+            )
+            for span in record.spans
+        ]
     for track, (name, arrival_s) in enumerate(_sequences(trace).items(), start=1):
         events += _sequence_events(trace, name, arrival_s, track)
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))  # the outer slice first
@@ -73,6 +83,9 @@ def _names(trace: Trace) -> Iterator[Event]:
     """What processes and tracks are called."""
     yield _metadata("process_name", ENGINE, 0, f"engine: {trace.model.get('name', 'unnamed')}")
     yield _metadata("thread_name", ENGINE, STEPS, "steps")
+    if any(record.spans for record in trace.steps):
+        for lane, track in LANES.items():
+            yield _metadata("thread_name", ENGINE, track, lane)
     yield _metadata("process_name", SEQUENCES, 0, "sequences")
     for track, name in enumerate(_sequences(trace), start=1):
         yield _metadata("thread_name", SEQUENCES, track, name)

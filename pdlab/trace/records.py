@@ -195,8 +195,8 @@ class StepRecord:
     activation_total_bytes: int | None = None
     """Bytes of all activations that the step made, one after the other; measured as the peak."""
     spans: list[Span] = field(default_factory=list)
-    """What was done when, of a step with overlap: schedule, (draft), compute, book, and tell, which
-    lies beside the next step's compute. Empty without: all follows in a row."""
+    """What was done when, of a step with overlap: schedule, (draft), compute, wait (for it), book,
+    and tell, which lies beside the next step's compute. Empty without: all follows in a row."""
     wasted: list[SequenceRecord] = field(default_factory=list)
     """Sequences that were computed in vain: they were aborted before the step was booked. FLOPs and
     bytes count them."""

@@ -36,6 +36,7 @@ from pdlab.workbench.lesson import Predictions, glossary, progress
 from pdlab.workbench.live_cluster import LiveCluster
 from pdlab.workbench.memory_ledger import MemoryLedger
 from pdlab.workbench.notebooks import execute_notebook
+from pdlab.workbench.overlap_view import OverlapView
 from pdlab.workbench.palette import legend
 from pdlab.workbench.pd_lab import PDLab
 from pdlab.workbench.policy_lab import PolicyLab
@@ -59,6 +60,7 @@ __all__ = [
     "LatencyView",
     "LiveCluster",
     "MemoryLedger",
+    "OverlapView",
     "PDLab",
     "PolicyLab",
     "Predictions",

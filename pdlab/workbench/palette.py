@@ -130,6 +130,22 @@ def stage_color(stage: str) -> str:
     return STAGE.get(stage, UNKNOWN)
 
 
+OVERLAP: dict[str, str] = {
+    "schedule": STAGE["schedule"],
+    "draft": MEANING["draft"],
+    "compute": MEANING["decode"],
+    "wait": MEANING["free"],
+    "book": MEANING["prefill"],
+    "tell": MEANING["cached"],
+    "caller": MEANING["transfer"],
+}
+"""What the host does, and the model, in a step with overlap."""
+
+
+def overlap_color(kind: str) -> str:
+    return OVERLAP.get(kind, UNKNOWN)
+
+
 def text_on(color: str) -> str:
     """Black or white, whichever reads better on `color` (relative luminance, WCAG 2.2)."""
     return "#FFFFFF" if contrast(color, "#FFFFFF") >= contrast(color, "#1B1F24") else "#1B1F24"

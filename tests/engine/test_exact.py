@@ -174,6 +174,7 @@ def workloads(draw: st.DrawFn) -> tuple[list[list[int]], list[SamplingParams], E
         policy=draw(st.sampled_from([*POLICIES, LastCome()])),
         max_overtakes=draw(st.sampled_from([0, 1, 100])),
         max_phase_steps=draw(st.sampled_from([1, 3, 16])),
+        overlap=draw(st.booleans()),
     )
     warm = draw(st.sampled_from([[], prompts[:1], prompts]))
     return prompts, params, config, warm

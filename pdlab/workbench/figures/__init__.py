@@ -16,6 +16,7 @@ from pdlab.workbench.figures.latency import (
     ttft_points,
 )
 from pdlab.workbench.figures.memory import block_grid, kv_occupancy
+from pdlab.workbench.figures.overlap import overlap_timeline
 from pdlab.workbench.figures.replay import fragmentation, hit_rate_by_blocks
 from pdlab.workbench.figures.roofline import roofline
 from pdlab.workbench.figures.serving import (
@@ -53,6 +54,7 @@ __all__ = [
     "mode_roofline",
     "naive_against_cached",
     "overlap_figure",
+    "overlap_timeline",
     "perplexity_by_position",
     "plans_figure",
     "queue_figure",
