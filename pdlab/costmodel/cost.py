@@ -107,7 +107,7 @@ def visible_positions(start: int, num_tokens: int, window: int | None = None) ->
 
 def step_cost(
     config: ModelConfig,
-    chunks: Sequence[Chunk],
+    chunks: Sequence[Chunk | tuple[int, int]],
     *,
     num_sampled: int,
     weight_element_bytes: float,
@@ -228,7 +228,7 @@ def _layers_by_window(
     return tuple(Counter(layer_windows or (None,) * num_layers).items())
 
 
-def _count_tokens(chunks: Sequence[Chunk], num_sampled: int) -> int:
+def _count_tokens(chunks: Sequence[Chunk | tuple[int, int]], num_sampled: int) -> int:
     """Tokens of the step, after checking the chunks and that every sampled row is one of them."""
     num_tokens = 0
     for start, length in chunks:

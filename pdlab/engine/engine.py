@@ -467,10 +467,10 @@ class Engine:
     def _find(self, sequence: Sequence) -> tuple[Request, Sample]:
         """The request and the sample that a sequence works for."""
         request = self.requests[sequence.request_id]
-        first, *others = request.samples
-        if first.sequence is sequence:
-            return request, first
-        return request, next(s for s in others if s.sequence is sequence)
+        sample = request.samples[0]  # as a rule the only one
+        if sample.sequence is not sequence:
+            sample = next(s for s in request.samples if s.sequence is sequence)
+        return request, sample
 
     # --- requests -----------------------------------------------------------------------------
 

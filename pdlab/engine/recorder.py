@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from pdlab.costmodel import Chunk as CostChunk
 from pdlab.costmodel import StepCost, step_cost
 from pdlab.engine import admission
 from pdlab.engine.allocations import AllocationMeter
@@ -154,7 +153,7 @@ class Recorder:
         computed = [*batch.scheduled, *wasted]
         cost = step_cost(
             self._seen_by,
-            [CostChunk(part.start, part.num_tokens) for part in computed],
+            [(part.start, part.num_tokens) for part in computed],
             num_sampled=sum(part.num_logit_rows for part in computed),
             weight_element_bytes=self._weight_element_bytes,
             head_element_bytes=self._head_element_bytes,
@@ -190,8 +189,9 @@ class Recorder:
         if self._config.record_trace:
             self.trace.steps.append(record)
             self.trace.captures += output.captures
-            for sampled in (s for several in output.sampled.values() for s in several):
-                self._name_tokens([sampled.token_id, *(c.token_id for c in sampled.top)])
+            drawn = [s for several in output.sampled.values() for s in several]
+            self._name_tokens([s.token_id for s in drawn])
+            self._name_tokens([c.token_id for s in drawn for c in s.top])
         return record
 
     def _blocks_of_others(self, residents: list[Resident]) -> list[int]:
@@ -203,11 +203,10 @@ class Recorder:
         return num_slots * self._block_bytes // self._config.block_size
 
     def _name_tokens(self, token_ids: Iterable[int]) -> None:
-        tokenizer = self._model.tokenizer
+        tokenizer, names = self._model.tokenizer, self.trace.tokens
         for token_id in token_ids:
-            if token_id not in self.trace.tokens:
-                name = tokenizer.token_text(token_id) if tokenizer else str(token_id)
-                self.trace.tokens[token_id] = name
+            if token_id not in names:
+                names[token_id] = tokenizer.token_text(token_id) if tokenizer else str(token_id)
 
 
 class _Use(NamedTuple):
@@ -219,21 +218,20 @@ class _Use(NamedTuple):
 
 
 def _use_of(residents: list[Resident], block_size: int) -> _Use:
-    blocks: set[int] = set()
-    full: set[int] = set()
+    tables = [resident.block_table for resident in residents]
+    parts = [divmod(resident.num_computed_tokens, block_size) for resident in residents]
+    blocks = set[int]().union(*tables)
+    full = set[int]().union(*[table[:n] for table, (n, _) in zip(tables, parts, strict=True)])
+    uses = sum(resident.num_computed_tokens for resident in residents)
+    if DROPPED in blocks:  # only full blocks are dropped
+        uses -= block_size * sum(table.count(DROPPED) for table in tables)
+        blocks.discard(DROPPED)
+        full.discard(DROPPED)
     begun: dict[int, int] = {}
-    uses = 0
-    for resident in residents:
-        table, num_tokens = resident.block_table, resident.num_computed_tokens
-        num_full, rest = divmod(num_tokens, block_size)
-        blocks.update(table)
-        full.update(table[:num_full])
-        uses += num_full * block_size + rest
+    for table, (num_full, rest) in zip(tables, parts, strict=True):
         if rest:
-            begun[table[num_full]] = max(rest, begun.get(table[num_full], 0))
-        uses -= block_size * table.count(DROPPED)  # only full blocks are dropped
-    blocks.discard(DROPPED)
-    full.discard(DROPPED)
+            block = table[num_full]
+            begun[block] = max(rest, begun.get(block, 0))
     filled = len(full) * block_size + sum(n for block, n in begun.items() if block not in full)
     return _Use(len(blocks), filled, uses - filled)
 
@@ -245,30 +243,24 @@ def _sequence_records(
     records = []
     for part in batch.scheduled:
         own = part.sequence
-        records.append(
-            SequenceRecord(
-                sequence_id=own.sequence_id,
-                phase=part.phase,
-                start=part.start,
-                token_ids=own.token_ids[part.start : part.kept_end],
-                blocks_taken=part.blocks_taken,
-                num_cached_tokens=part.num_cached_tokens,
-                draft=_draft(part, output.sampled.get(own.sequence_id, [])),
-                **_drawn(own, output, spoken[own.sequence_id]),
-            )
+        name = own.sequence_id
+        drawn = output.sampled.get(name, [])
+        record = SequenceRecord(
+            name,
+            part.phase,
+            part.start,
+            own.token_ids[part.start : part.kept_end],
+            part.blocks_taken,
+            part.num_cached_tokens,
+            draft=_draft(part, drawn),
         )
+        _put_out(record, own, drawn, spoken[name])
+        records.append(record)
         for fork in part.forks:
-            records.append(
-                SequenceRecord(
-                    sequence_id=fork.sequence_id,
-                    phase=part.phase,
-                    start=part.end,
-                    token_ids=[],
-                    blocks_taken=[],
-                    forked_from=own.sequence_id,
-                    **_drawn(fork, output, spoken[fork.sequence_id]),
-                )
-            )
+            name = fork.sequence_id
+            record = SequenceRecord(name, part.phase, part.end, [], [], forked_from=own.sequence_id)
+            _put_out(record, fork, output.sampled.get(name, []), spoken[name])
+            records.append(record)
     return records
 
 
@@ -301,22 +293,16 @@ def _draft(part: ScheduledSequence, sampled: list[Sampled]) -> DraftRecord | Non
     )
 
 
-def _drawn(sequence: Sequence, output: StepOutput, spoken: Spoken) -> dict[str, Any]:
-    """What a sequence put out in this step, as fields of its record."""
-    drawn: dict[str, Any] = {
-        "text": spoken.released,
-        "held": spoken.held,
-        "finish_reason": sequence.finish_reason,
-        "stop_reason": spoken.stop_reason,
-    }
-    for sampled in output.sampled.get(sequence.sequence_id, [])[-1:]:
-        drawn |= {
-            "sampled": sampled.token_id,
-            "probability": sampled.probability,
-            "top": sampled.top,
-            "num_allowed": sampled.num_allowed,
-        }
-    return drawn
+def _put_out(
+    record: SequenceRecord, sequence: Sequence, drawn: list[Sampled], spoken: Spoken
+) -> None:
+    """Note what a sequence put out in this step."""
+    record.text, record.held, record.stop_reason = spoken
+    record.finish_reason = sequence.finish_reason
+    if drawn:
+        last = drawn[-1]
+        record.sampled, record.probability = last.token_id, last.probability
+        record.top, record.num_allowed = last.top, last.num_allowed
 
 
 def _device_name(device: torch.device) -> str:

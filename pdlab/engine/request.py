@@ -222,8 +222,9 @@ class Request:
 
     def pause_if_unread(self) -> None:
         """Pause its sequences while too much of its stream waits to be read."""
-        num_unread = self.num_unread + self.num_untold
-        paused = self.max_unread is not None and num_unread >= self.max_unread
+        if self.max_unread is None:
+            return
+        paused = self.num_unread + self.num_untold >= self.max_unread
         for sample in self.samples:
             sample.sequence.paused = paused
 

@@ -22,6 +22,8 @@ from pdlab.kvcache import Hits, KVManager, blocks_for
 from pdlab.sampling import NO_DRAFT, Draft
 from pdlab.trace import Phase
 
+NO_POSITIONS = range(0)
+
 
 @dataclass(slots=True)
 class ScheduledSequence:
@@ -52,7 +54,9 @@ class ScheduledSequence:
     def kept_end(self) -> int:
         """`end` without the draft tokens that did not stand; once the sequence has its new tokens,
         the last of which is not computed."""
-        return max(self.start + 1, self.sequence.num_tokens - 1) if self.draft else self.end
+        if not self.draft.token_ids:
+            return self.start + self.num_tokens
+        return max(self.start + 1, self.sequence.num_tokens - 1)
 
     @property
     def token_ids(self) -> list[int]:
@@ -63,15 +67,14 @@ class ScheduledSequence:
     def prompt_positions(self) -> range:
         """Positions whose logits say how probable the next token of the prompt was, if that was
         asked for."""
-        wanted = self.sequence.params.prompt_logprobs is not None
-        return range(
-            self.start, min(self.end, self.sequence.num_prompt_tokens - 1) if wanted else 0
-        )
+        if self.sequence.params.prompt_logprobs is None:
+            return NO_POSITIONS
+        return range(self.start, min(self.end, self.sequence.num_prompt_tokens - 1))
 
     @property
     def num_logit_rows(self) -> int:
         """Tokens of this part whose logits are computed."""
-        return len(self.prompt_positions) + self.samples + len(self.draft)
+        return len(self.prompt_positions) + self.samples + len(self.draft.token_ids)
 
     @property
     def drawers(self) -> list[Sequence]:
@@ -325,12 +328,12 @@ class Scheduler:
         freed: list[int] = []
         size, drops = self.kv.pool.block_size, self.kv.retention.window is not None
         for part in batch.scheduled:
-            sequence = part.sequence
-            sequence.num_computed_tokens = part.kept_end
+            sequence, end = part.sequence, part.kept_end
+            sequence.num_computed_tokens = end
             sequence.num_cached_tokens = 0
-            if part.kept_end < part.end:
+            if end < part.end:
                 freed += self.kv.rewind(sequence)
-            if part.kept_end // size > len(sequence.prefixes):
+            if end // size > len(sequence.prefixes):
                 self.kv.register(sequence)
             if drops:
                 freed += self.kv.drop_unseen(sequence)

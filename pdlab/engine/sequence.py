@@ -118,8 +118,8 @@ class Sequence:
     @property
     def is_stopped_by_token(self) -> bool:
         """Whether the newest token ends it. Before `min_tokens` were there, none could."""
-        newest_may = self.num_output_tokens > self.params.min_tokens
-        return newest_may and self.token_ids[-1] in self.stop_ids
+        is_stop = self.token_ids[-1] in self.stop_ids
+        return is_stop and self.num_output_tokens > self.params.min_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -98,16 +98,16 @@ MUTANTS = [
         "a stop token counts before min_tokens are there",
         SEQUENCE,
         (
-            "newest_may = self.num_output_tokens > self.params.min_tokens",
-            "newest_may = True",
+            "return is_stop and self.num_output_tokens > self.params.min_tokens",
+            "return is_stop",
         ),
     ),
     mutant(
         "a stop token counts one token late",
         SEQUENCE,
         (
-            "newest_may = self.num_output_tokens > self.params.min_tokens",
-            "newest_may = self.num_output_tokens > self.params.min_tokens + 1",
+            "return is_stop and self.num_output_tokens > self.params.min_tokens",
+            "return is_stop and self.num_output_tokens > self.params.min_tokens + 1",
         ),
     ),
     mutant(
