@@ -25,7 +25,7 @@ from pdlab.trace import Phase
 NO_POSITIONS = range(0)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ScheduledSequence:
     """A sequence's part of a step: its tokens `start` to `start + num_tokens - 1` are computed.
 
@@ -358,17 +358,20 @@ class Scheduler:
         """How often the batch that was just booked would come again, up to `most` times.
 
         As long as nobody ends and nobody new comes, a step in which everybody decodes is followed
-        by the same one, if nobody who waits can be admitted and there are blocks for all.
+        by the same one, if nobody who waits can be admitted and there are blocks for all. So it is
+        where prompts are halfway, and wait until the phase that goes first has had its steps.
         """
-        parts = batch.scheduled
-        is_whole = len(parts) == len(self.running) and all(p.phase == "decode" for p in parts)
+        if not all(part.phase == "decode" for part in batch.scheduled):
+            return 0
+        there = [s for s in self.running if s.state is SequenceState.RUNNING or not batch.made_wait]
+        is_whole = len(batch.scheduled) == len(there)
         if not is_whole or batch.preempted or self.kv.retention.window is not None:
             return 0
         if any(s.paused for s in self.running) or not self._stays_shut(batch):
             return 0
         if batch.made_wait:
             most = min(most, self.max_phase_steps - self._num_phase_steps)
-        while most > 0 and not self._has_blocks_for(most):
+        while most > 0 and not self._has_blocks_for(most, there):
             most //= 2
         return max(0, most)
 
@@ -379,13 +382,13 @@ class Scheduler:
         is_full = self.num_seats_taken >= self.max_num_seqs
         return batch.shut and (is_full or not self.policy.changes)  # the same one is next, then
 
-    def _has_blocks_for(self, num_steps: int) -> bool:
-        """Whether there are blocks for so many decode steps of all who run."""
+    def _has_blocks_for(self, num_steps: int, sequences: list[Sequence]) -> bool:
+        """Whether there are blocks for so many decode steps of these."""
         num_free = self.kv.pool.num_free
         most = blocks_for(num_steps, self.kv.pool.block_size) + 1  # one more for a copy
-        if len(self.running) * most <= num_free:
+        if len(sequences) * most <= num_free:
             return True
-        return sum(self.kv.blocks_missing(s, num_steps) for s in self.running) <= num_free
+        return sum(self.kv.blocks_missing(s, num_steps) for s in sequences) <= num_free
 
     def repeat(self, batch: ScheduledBatch, num_steps: int, token_id: int = 0) -> None:
         """Book `num_steps` further steps like `batch`; at most `num_repeats` are possible.
@@ -393,7 +396,8 @@ class Scheduler:
         Args:
             token_id: what each of them samples.
         """
-        for sequence in self.running:
+        for part in batch.scheduled:
+            sequence = part.sequence
             self.kv.grow(sequence, num_steps)
             sequence.num_computed_tokens += num_steps
             sequence.token_ids += [token_id] * num_steps

@@ -15,7 +15,7 @@ from pdlab.engine.policies import POLICIES, Policy
 from pdlab.models import Model
 from pdlab.requirements import require_choice, require_int
 from pdlab.workbench.background import Background, Report
-from pdlab.workbench.lab import NOTHING, Lab, refuse_unknown
+from pdlab.workbench.lab import NOTHING, Lab, refuse_unknown, uncollected
 from pdlab.workbench.policy_lab_data import (
     DESCRIPTIONS,
     MOST_REQUESTS,
@@ -336,8 +336,9 @@ class PolicyLab(Lab):
     def _show(self, settings: Settings) -> None:
         """Simulate, and make it what the page shows."""
         require_choice("machine", settings.machine, tuple(self._machines))
-        run = settings.run(self._machines[settings.machine], self._own)
-        picture = self._picture(settings, run)
+        with uncollected():
+            run = settings.run(self._machines[settings.machine], self._own)
+            picture = self._picture(settings, run)
         self._num_simulations += 1
         self._run = run
         self._follow(settings, result=picture, message="")

@@ -205,8 +205,7 @@ class SimulatedEngine:
 
     def _plan_leap(self, last: _Plan, now_s: float, until_s: float) -> _Plan | None:
         """The same decodes again, until somebody ends, blocks run out, or it is `until_s`."""
-        sampled = [sequence.request_id for sequence in self.scheduler.running]
-        most = min([self._jobs[name].num_left for name in sampled])
+        most = min([self._jobs[name].num_left for name in last.decodes])
         num_steps = self.scheduler.num_repeats(last.batch, most)
         shape, end_s, ends_s = last.shape, now_s, list[float]()
         while len(ends_s) < num_steps and end_s < until_s:
@@ -215,7 +214,8 @@ class SimulatedEngine:
             ends_s.append(end_s)
         if not ends_s:
             return None
-        return _Plan(last.batch, last.shape, now_s, ends_s, last.decodes, sampled, is_leap=True)
+        decodes = last.decodes
+        return _Plan(last.batch, last.shape, now_s, ends_s, decodes, decodes, is_leap=True)
 
     def _step_s(self, shape: StepShape) -> float:
         step_s = self.step_times.step_s(shape)

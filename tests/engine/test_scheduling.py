@@ -17,7 +17,7 @@ from pdlab.engine import FCFS, Deadline, LongestPrefix, Policy, Priority, Shorte
 from pdlab.engine.config import BATCHING_MODES
 from pdlab.engine.policies import POLICIES, QueueView, as_policy
 from pdlab.engine.scheduler import ScheduledBatch, Scheduler
-from pdlab.engine.sequence import Sequence
+from pdlab.engine.sequence import Sequence, SequenceState
 from pdlab.kvcache import BlockPool, KVManager
 from tests.helpers import random_model
 
@@ -489,6 +489,20 @@ def test_a_step_repeats_only_while_nothing_can_change():
     turns.step()
     turns.add(4, 99)
     assert repeats(turns) == 6  # then it is the prompt's turn
+    halfway = Line(batching="decode_first", max_phase_steps=7, chunk_size=4)
+    halfway.add(4, 99)
+    halfway.step()
+    halfway.add(12, 99)
+    for _ in range(8):
+        halfway.step()  # the last of them is the prompt's
+    assert repeats(halfway) == 6  # its other chunks wait as well
+    second = halfway.scheduler.running[1]
+    assert (second.state, second.num_computed_tokens) == (SequenceState.PREFILLING, 4)
+    mixed = Line(chunk_size=4)
+    mixed.add(4, 99)
+    mixed.step()
+    mixed.add(12, 99)
+    assert repeats(mixed) == 0  # a chunk in each step
     small = Line(num_blocks=3)
     small.add(4, 99)
     small.step()
