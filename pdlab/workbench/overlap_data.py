@@ -18,7 +18,8 @@ class Piece(NamedTuple):
 
     lane: str
     name: str
-    """As of `Span`; or `caller`, between two calls of `step`."""
+    """As of `Span`; or `launch`, until the thread is at work, or `caller`, between two calls of
+    `step`."""
     step: int
     start_s: float
     end_s: float
@@ -117,12 +118,14 @@ def _cut(span: Span, step: int, start_s: float, end_s: float) -> Piece:
 
 
 def _gaps(host: Sequence[Piece], wall_s: float) -> list[Piece]:
-    """What the host did between the engine's pieces: the caller had it."""
-    gaps, at_s = [], 0.0
+    """What the host did between the engine's pieces: behind a plan it woke the thread, else the
+    caller had it."""
+    gaps, at_s, name = [], 0.0, "caller"
     for piece in host:
         if piece.start_s > at_s:
-            gaps.append(Piece("host", "caller", piece.step, at_s, piece.start_s))
+            gaps.append(Piece("host", name, piece.step, at_s, piece.start_s))
         at_s = max(at_s, piece.end_s)
+        name = "launch" if piece.name in HOST_STAGES else "caller"
     if host and at_s < wall_s:
         gaps.append(Piece("host", "caller", host[-1].step, at_s, wall_s))
     return gaps

@@ -133,6 +133,7 @@ def stage_color(stage: str) -> str:
 OVERLAP: dict[str, str] = {
     "schedule": STAGE["schedule"],
     "draft": MEANING["draft"],
+    "launch": STAGE["deliver"],
     "compute": MEANING["decode"],
     "wait": MEANING["free"],
     "book": MEANING["prefill"],

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pdlab import Engine, EngineConfig, SamplingParams
+from pdlab import Engine, EngineConfig, SamplingParams, StepRecord
 from pdlab.costmodel import Hardware
 from pdlab.engine import Priority
 from pdlab.engine.config import BATCHING_MODES
@@ -64,7 +64,7 @@ def fuzz(seed: int) -> Events:
     """
     rng = random.Random(seed)
     with colliding_hashes() if rng.random() < 0.15 else pytest.MonkeyPatch.context():
-        return Driver(rng).run()
+        return Driver(rng, overlaps=random.Random(~seed).random() < 0.4).run()
 
 
 @contextmanager
@@ -79,11 +79,13 @@ def colliding_hashes() -> Iterator[None]:
 class Driver:
     """Engines on one KV memory, and what happens to them."""
 
-    def __init__(self, rng: random.Random):
+    def __init__(self, rng: random.Random, *, overlaps: bool):
         self.rng = rng
         config = random_config(rng)
         configs = [config] + [other_config(config, rng)] * (rng.random() < 0.25)
         configs = [speculating(each, rng) for each in configs]
+        if overlaps and len(configs) == 1:  # two that share memory: see test_overlap
+            configs = [replace(configs[0], overlap=True)]
         model, hardware = random_model(CONFIG), random_hardware(rng)
         self.memory = Engine.memory_for(model, config, len(configs))
         self.manager = self.memory.manager
@@ -94,6 +96,9 @@ class Driver:
             engine = Engine(model, each, memory=self.memory, hardware=hardware)
             engine.runner = self.runner
             self.desks.append(Desk(engine, each, self.desks, self.runner, self.events))
+        if configs[0].overlap:
+            self.desks[0].watch()
+            self.runner.rng = random.Random(0)  # the thread's own
         self.stems = [random_tokens(rng, rng.randint(2, 16)) for _ in range(rng.randint(1, 3))]
         self.fails_at = rng.random() * 0.2 if rng.random() < 0.2 else 0.0
         self.arrivals = 0
@@ -122,7 +127,7 @@ class Driver:
         assert host.num_free == host.num_blocks
         assert self.manager.num_swapped == 0
         self.events["evicted"] += stats.num_evictions
-        if not self.events["failed"]:
+        if not self.events["failed"] and not self.events["wasted"]:
             assert stats.num_hit_tokens == self.events["hit_tokens"]
             assert stats.num_queries == sum(desk.num_queries for desk in self.desks)
         for desk in self.desks:
@@ -198,14 +203,21 @@ class Driver:
         desk = self.rng.choice(self.desks)
         waits = [s.request_id for s in desk.engine.scheduler.waiting if s.host_table]
         request_id = self.rng.choice([*desk.live, *waits * 4, *desk.gone, "r-unknown"])
-        free = self.manager.pool.num_free
+        free, flies = self.manager.pool.num_free, desk.engine.has_flight
         for _ in range(self.rng.randint(1, 2)):  # twice is once
             desk.engine.abort(request_id)
-        desk.unrecorded_free += self.manager.pool.num_free - free
         if request_id in desk.live:
             self.events["aborted"] += 1
             desk.live[request_id].aborted = True
+            desk.forget(request_id, flies)
             desk.collect(request_id)
+        if not desk.engine.has_flight:
+            if flies:  # nobody was left in it
+                self.events["failed"] += 1
+                desk.engine._moves.clear()  # those that the next record would tell of, too
+                desk.resync(desk.before)
+            else:
+                desk.unrecorded_free += self.manager.pool.num_free - free
         desk.check_blocks()
 
     def pause(self) -> None:
@@ -228,7 +240,7 @@ class Driver:
         if self.rng.random() < self.fails_at:
             self.fail(desk)
             return
-        record = desk.engine.step()
+        record = self.step_of(desk)
         if record is None:
             self.check_blocked(desk, before)
             return
@@ -236,7 +248,20 @@ class Driver:
         self.events["steps"] += 1
         self.steps_allowed -= 1
         assert self.steps_allowed >= 0, "requests take too many steps: somebody starves"
-        desk.check(record, before)
+        if desk.config.overlap:
+            desk.check_told(record)
+        else:
+            desk.check(record, before)
+
+    def step_of(self, desk: Desk) -> StepRecord | None:
+        """A step; with overlap one that failed in the thread may come before it."""
+        while True:
+            try:
+                return desk.engine.step()
+            except StepFailed:
+                assert desk.config.overlap
+                self.events["failed"] += 1
+                desk.resync(desk.before)
 
     def check_blocked(self, desk: Desk, before: Before) -> None:
         """Only other engines' blocks may keep an engine from its work, and not for long."""
@@ -258,6 +283,10 @@ class Driver:
             raise StepFailed
 
         self.runner.run = broken  # type: ignore[method-assign, assignment]
+        if desk.config.overlap:
+            self.fail_apart(desk, before)
+            self.runner.run = run  # type: ignore[method-assign]
+            return
         failed = False
         try:
             desk.engine.step()
@@ -268,6 +297,20 @@ class Driver:
         self.events["failed"] += failed
         desk.resync(before)
         desk.check_blocks()
+
+    def fail_apart(self, desk: Desk, before: Before) -> None:
+        """The step that the thread begins now is interrupted; the next one tells."""
+        try:
+            record = desk.engine.step()
+        except StepFailed:  # there was none before it
+            self.events["failed"] += 1
+            desk.resync(desk.before)
+        else:
+            if record:
+                desk.check_told(record)
+            else:
+                self.check_blocked(desk, before)
+        self.memory.settle()
 
 
 def random_tokens(rng: random.Random, length: int) -> list[int]:

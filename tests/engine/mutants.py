@@ -28,6 +28,10 @@ ENGINE = "pdlab.engine.engine"
 RECORDER = "pdlab.engine.recorder"
 ADMISSION = "pdlab.engine.admission"
 REQUEST = "pdlab.engine.request"
+FLIGHT = "pdlab.engine.flight"
+
+OVERLAPS = 2
+"""The first seed of a run with overlap."""
 
 
 @dataclass(frozen=True)
@@ -1015,6 +1019,70 @@ MUTANTS = [
         "the record names cached blocks that are held",
         POOL,
         ("return list(self._cached)", "return [b for _, b in self._known.values()]"),
+    ),
+    # --- overlap ---
+    mutant(
+        "an abort does not wait for what computes",
+        ENGINE,
+        ("                self.memory.settle()\n", "                pass\n"),
+        seed=OVERLAPS,
+    ),
+    mutant(
+        "a step is booked twice",
+        ENGINE,
+        ("flight, self._flight = self._flight, None\n", "flight = self._flight\n"),
+        seed=OVERLAPS,
+    ),
+    mutant(
+        "the second of two tokens is not told",
+        ENGINE,
+        ("        for word in self.words:\n", "        for word in self.words[:1]:\n"),
+    ),
+    mutant(
+        "what was computed for those who left is booked",
+        FLIGHT,
+        ("if part.sequence.state is not gone]", "]"),
+        seed=OVERLAPS,
+    ),
+    mutant(
+        "copies left to the thread are forgotten",
+        FLIGHT,
+        ("        if self.orders:\n", "        if False:\n"),
+        seed=OVERLAPS,
+    ),
+    mutant(
+        "an end is known when the next step is planned already",
+        ENGINE,
+        (
+            "                self._finish(each.sample.sequence, each.reason)\n",
+            "                pass\n",
+        ),
+        (
+            "        if self.reason:\n",
+            "        if self.reason:\n"
+            "            self.sample.sequence.state = SequenceState.FINISHED\n"
+            "            self.sample.sequence.finish_reason = self.reason\n",
+        ),
+    ),
+    mutant(
+        "the record is made of how things stand when it is told",
+        ENGINE,
+        (
+            "                stock=booked.stock,",
+            "                stock=booked.stock._replace(num_free_blocks=self.pool.num_free),",
+        ),
+        seed=OVERLAPS,
+    ),
+    mutant(
+        "blocks are told to be freed by the step after, too",
+        ENGINE,
+        ("        self._freed = []\n        self._step", "        self._step"),
+    ),
+    mutant(
+        "an error of the thread is lost",
+        ENGINE,
+        ("        flight.raise_error()\n", "        flight.land()\n"),
+        seed=OVERLAPS,
     ),
 ]
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from pdlab import Engine, EngineConfig, SamplingParams, StepRecord
 from pdlab.engine.fake import FakeKVError, FakeRunner, _extend, prefix_hashes
 from pdlab.engine.policies import Policy, QueueView
+from pdlab.engine.recorder import Spoken
 from pdlab.engine.runner import StepOutput
 from pdlab.engine.scheduler import ScheduledBatch, ScheduledSequence
 from pdlab.engine.sequence import Sequence
@@ -26,6 +28,7 @@ def new_events() -> Events:
     )
     names += " dropped oversized blocked aborted refused failed chunks finished paused yielded"
     names += " overtook one_phase kept_waiting drafted accepted rejected ended_early"
+    names += " overlapped wasted"
     return dict.fromkeys(names.split(), 0)
 
 
@@ -131,6 +134,8 @@ class Told:
     aborted: bool = False
     paused: bool = False
     was_paused: bool = False
+    was_in_flight: bool = False
+    """Aborted while a step that it may be part of was on its way."""
     sequences: list[Sequence] = field(default_factory=list)
 
     def let_by(self, other: Told, *, paused: bool) -> None:
@@ -169,12 +174,14 @@ class Before:
         self.states = {i: s.state.name for i, s in desk.sequences().items()}
         waiting = desk.engine.scheduler.waiting
         self.on_host = {s.sequence_id: s.num_computed_tokens for s in waiting if s.host_table}
+        self.paused = {id(told) for told in desk.live.values() if told.paused}
         self.free = pool.num_free
         self.evictions = pool.num_evictions
         self.held = {b for s in desk.everybody() for b in s.block_table if b != DROPPED}
         self.cached = pool.cached_blocks
         self.known = {desk.runner.content(p)[-1] for p in known_blocks(pool).values()}
-        desk.runner.moves.clear()
+        if not desk.engine.has_flight:
+            desk.runner.moves.clear()
 
 
 class Desk:
@@ -199,6 +206,85 @@ class Desk:
         self.num_turns = 0
         self.members: set[str] = set()  # of a static batch
         self.has_decoded = False
+        self.before = Before(self)
+        """How things stood when the step that is checked was planned."""
+        self.early: StepRecord | None = None
+        """A record made when the step was booked, before the next one was planned."""
+
+    def watch(self) -> None:
+        """With overlap: check each step when it has been booked and nothing else happened yet.
+
+        The thread gets its work done only when somebody waits for it: as late as it can be.
+        """
+        engine, gate = self.engine, threading.Event()
+        plan, book = engine._plan, engine._book
+        settle = self.memory.settle
+
+        def planned(start_s, apart):
+            gate.clear()
+            self.before = Before(self)
+            return plan(start_s, apart)
+
+        def booked(called_s):
+            book(called_s)
+            for told in self.live.values():  # which the engine takes for its own business
+                for sequence in told.sequences:
+                    sequence.paused = told.paused
+            self.early = self.record_of(engine._untold[-1])
+            self.check(self.early, self.before)
+
+        def settled():
+            gate.set()
+            settle()
+
+        compute = self.runner.run
+
+        def computed(batch, clock, step):
+            assert gate.wait(20)
+            return compute(batch, clock, step)
+
+        engine._plan, engine._book, self.memory.settle = planned, booked, settled
+        self.runner.run = computed
+
+    def record_of(self, booked) -> StepRecord:
+        """As the engine will make it when it has begun the next step."""
+        flight = booked.flight
+        return self.engine._recorder.record(
+            step=flight.step,
+            start_s=0,
+            wall_s=0,
+            stage_s={},
+            batch=flight.batch,
+            output=booked.output,
+            moves=flight.moves,
+            spoken={each.sample.sequence.sequence_id: Spoken("", "", None) for each in booked.told},
+            stock=booked.stock,
+            activations=None,
+            wasted=booked.wasted,
+            spans=[],
+        )
+
+    def check_told(self, record: StepRecord) -> None:
+        """That the next step was planned meanwhile changed nothing; and those who ended did."""
+        told = replace(record, start_s=0, wall_s=0, stage_s={}, spans=[])
+        assert told == replace(self.early, sequences=told.sequences)
+        for part, early in zip(told.sequences, self.early.sequences, strict=True):
+            assert part == replace(early, stop_reason=part.stop_reason)
+        self.events["overlapped"] += self.engine.has_flight
+        self.events["wasted"] += len(record.wasted)
+        self.collect_finished()
+
+    def forget(self, request_id: str, flies: bool) -> None:
+        """A request is gone that a step in flight may count with."""
+        told = self.live[request_id]
+        was_admitted = told.turn is None and told.sequences[0].turn
+        for name in told.samples:
+            self.before.states.pop(name, None)
+            self.before.on_host.pop(name, None)
+        if flies and was_admitted:
+            for other in self.live.values():
+                other.let_by(told, paused=True)
+        told.was_in_flight = flies
 
     def sequences(self) -> dict[str, Sequence]:
         scheduler = self.engine.scheduler
@@ -211,8 +297,11 @@ class Desk:
     def said(self, sequence_id: str) -> Said:
         return self.live[sequence_id.split(".")[0]].samples[sequence_id]
 
+    def is_here(self, sequence_id: str) -> bool:
+        return sequence_id.split(".")[0] in self.live
+
     def is_paused(self, sequence_id: str) -> bool:
-        return self.said(sequence_id).told.paused
+        return id(self.said(sequence_id).told) in self.before.paused
 
     @property
     def all_paused(self) -> bool:
@@ -239,19 +328,21 @@ class Desk:
             else:
                 assert done.token_ids == said.expected
                 assert done.finish_reason == said.reason
-            assert done.metrics.num_preemptions == said.preempted
-            assert done.metrics.num_swaps == said.swaps
-            assert done.metrics.num_cached_tokens == (said.cached or 0)
+            if not told.was_in_flight:
+                assert done.metrics.num_preemptions == said.preempted
+                assert done.metrics.num_swaps == said.swaps
+                assert done.metrics.num_cached_tokens == (said.cached or 0)
             assert done.metrics.num_output_tokens == len(said.shown)
         assert told.aborted or output.finish_reason == next(iter(told.samples.values())).reason
         self.events["finished"] += not told.aborted
 
     def resync(self, before: Before) -> None:
         """A step that did not happen may have preempted and admitted; nobody got any further."""
+        self.before = before
         self.unrecorded_free += self.manager.pool.num_free - before.free
         for sequence_id, sequence in self.sequences().items():
             said, stood = self.said(sequence_id), sequence.num_computed_tokens
-            was_running = before.states[sequence_id] in ("PREFILLING", "RUNNING")
+            was_running = before.states.get(sequence_id) in ("PREFILLING", "RUNNING")
             is_running = sequence in self.engine.scheduler.running
             if was_running and not is_running:
                 said.preempted += 1
@@ -272,6 +363,9 @@ class Desk:
 
     def check(self, record: StepRecord, before: Before) -> None:
         """All that a step that happened has to keep."""
+        self.before = before
+        here = [i for i in record.preempted if self.is_here(i)]  # others were aborted since
+        record = replace(record, preempted=here)
         self.check_budget(record)
         admitted = self.check_progress(record, before)
         self.check_hits(record, before, admitted)
@@ -282,6 +376,9 @@ class Desk:
         self.check_bytes(record)
         self.check_moves(record)
         self.check_blocks()
+        self.collect_finished()
+
+    def collect_finished(self) -> None:
         for request_id in [i for i in self.live if self.engine.requests[i].finished]:
             self.collect(request_id)
 
@@ -301,7 +398,8 @@ class Desk:
             if not self.uses_cache(s.sequence_id):
                 assert not any(pool.is_known(b) for b in s.block_table if b != DROPPED)
             needed = -(-s.num_computed_tokens // size)
-            failed = self.events["failed"] > 0  # then a sequence may hold what it was to write
+            # then a sequence may hold what it was to write
+            failed = self.events["failed"] > 0 or self.engine.has_flight
             assert len(s.block_table) >= needed if failed else len(s.block_table) == needed
             self.check_window(s)
 
@@ -610,7 +708,7 @@ class Desk:
         assert revived <= set(before.cached), "somebody holds blocks that were not given"
         self.check_evictions(before, [*taken, *brought], held)
         freed = len(record.blocks_freed) - self.unrecorded_free
-        if not self.events["failed"]:
+        if not self.events["failed"] and not record.wasted:
             gone = len(taken) + len(brought) + len(revived)
             assert record.num_free_blocks == before.free - gone + freed
         self.unrecorded_free = 0
@@ -657,7 +755,7 @@ class Desk:
         taken = {part.sequence_id: part.blocks_taken for part in record.sequences}
         waiting = {s.sequence_id: s.host_table for s in self.engine.scheduler.waiting}
         assert record.swapped == {i: table for i, table in waiting.items() if table}
-        for move in record.moves:
+        for move in filter(lambda move: self.is_here(move.sequence_id), record.moves):
             if move.kind == "copy":
                 self.events["copied"] += 1
                 assert move.target in taken[move.sequence_id]

@@ -75,7 +75,7 @@ def test_an_engine_s_own_records_can_be_shown() -> None:
     spans = [span for record in traces["overlap=True"].steps for span in record.spans]
     assert all(span.wall_s >= 0 for span in spans)
     names = {piece.name for piece in view.lanes["overlap=True"].pieces}
-    assert names == {"schedule", "compute", "wait", "book", "tell", "caller"}
+    assert names == {"schedule", "launch", "compute", "wait", "book", "tell", "caller"}
     assert view.lanes["overlap=False"].hidden_s == pytest.approx(0, abs=1e-6)
 
 

@@ -49,6 +49,6 @@ function render({ model, el }) {
   return listen(model, { "change:runs": draw, "change:first": draw });
 }
 
-const KINDS = ["schedule", "draft", "compute", "wait", "book", "tell", "caller"];
+const KINDS = ["schedule", "draft", "launch", "compute", "wait", "book", "tell", "caller"];
 
 export default { render };
