@@ -14,6 +14,7 @@ from pdlab.bench import speculation
 from pdlab.bench.speculation import Counts, SpeculationCosts, measure_speculation
 from pdlab.bench.speculation_prompts import TASKS
 from pdlab.cli import app
+from pdlab.shipped import shipped
 from pdlab.speculate import expected_tokens
 from pdlab.trace import DraftRecord
 
@@ -141,3 +142,19 @@ def test_the_command_prints_what_was_measured(
 def test_there_are_eight_prompts_of_each_task_all_different() -> None:
     for prompts in TASKS.values():
         assert len({str(prompt) for prompt in prompts}) == 8
+
+
+def test_the_shipped_measurement_is_one_of_undisturbed_scenes() -> None:
+    """Where the formula with what checking took is far from the measurement, something else ran."""
+    costs = SpeculationCosts.load(shipped("data") / "measured" / "speculation.json")
+    for scene in costs.scenes:
+        for cost in scene.costs:
+            assert 0.8 < cost.formula / cost.speedup < 1.25, (scene.target, scene.task, cost)
+    gains = [
+        cost.speedup
+        for scene in costs.scenes
+        if scene.task == "copy" and scene.batch == 1
+        for cost in scene.costs
+        if cost.drafter.startswith("prompt_lookup")
+    ]
+    assert max(gains) > 1.5
