@@ -238,7 +238,7 @@ def beam_search(
             `BeamRules`.
         ignore_eos: go on past end tokens.
         config: the engine's knobs; None for the default. All apply but those of preemption, prefix
-            cache and sampling; `num_blocks` and `max_num_seqs` are limits.
+            cache, overlap and sampling; `num_blocks` and `max_num_seqs` are limits.
         progress: show a bar, counting tokens.
 
     Raises:

@@ -98,7 +98,8 @@ class EngineConfig:
     overlap: bool = False
     """Compute the next step in a thread, beside what `step` still does of the last (text, chunks,
     record) and what its caller does before the next call. A request that comes meanwhile joins one
-    step later; nothing else changes."""
+    step later; nothing else changes. Steps follow each other all the same where somebody looks in
+    (a probe, counted activations), where K and V travel between engines, and in beam search."""
     record_trace: bool = True
     """Keep every StepRecord in `engine.trace`."""
     top_k_recorded: int = 5
