@@ -205,9 +205,11 @@ def _plain(
 
 
 def _cost_ratio(steps: Sequence[StepRecord], plain_s: float | None) -> float:
-    depth = sum(map(_longest_draft, steps))
-    draft_s = sum(step.stage_s.get("draft", 0.0) for step in steps)
-    return draft_s / depth / plain_s if depth and plain_s else 0.0
+    """By the median step: one whose drafter had a prompt to compute first says nothing."""
+    ratios = [
+        step.stage_s.get("draft", 0.0) / depth for step in steps if (depth := _longest_draft(step))
+    ]
+    return median(ratios) / plain_s if ratios and plain_s else 0.0
 
 
 def _check_slope(steps: Sequence[StepRecord], plain_s: float | None) -> float:

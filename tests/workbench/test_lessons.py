@@ -45,6 +45,7 @@ def test_there_are_lessons() -> None:
         "07_scheduling",
         "08_disaggregation",
         "09_kernels_and_speed",
+        "10_speculation_and_overlap",
     ]
 
 
