@@ -39,7 +39,7 @@ class StepCosts:
 
 
 def step_costs(
-    models: Mapping[str, Model], rows: Sequence[int] = ROWS, rounds: int = 3, backend: str = "cpu"
+    models: Mapping[str, Model], rows: Sequence[int] = ROWS, rounds: int = 5, backend: str = "cpu"
 ) -> StepCosts:
     """Steps of one sequence with drafts of every length, in turns; the drafts are nonsense.
 
