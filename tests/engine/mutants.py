@@ -237,7 +237,7 @@ MUTANTS = [
         "a wrong draft counts as computed",
         SCHEDULER,
         (
-            "return max(self.start + 1, self.sequence.num_tokens - 1) if self.draft else self.end",
+            "return max(self.start + 1, self.sequence.num_tokens - 1)",
             "return self.end",
         ),
     ),
