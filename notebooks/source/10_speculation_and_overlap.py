@@ -42,7 +42,9 @@ small = pdlab.load("smollm2-135m", weights="int8", progress=False, **knobs)
 
 # %%
 guess.predict(
-    "fp32: a step with 6 tokens instead of 1 takes how many times as long?", key="rows", unit="times"
+    "fp32: a step with 6 tokens instead of 1 takes how many times as long?",
+    key="rows",
+    unit="times",
 )
 
 # %%
@@ -350,7 +352,9 @@ source = "measured here, int8; predicted by the formula with what checking took 
 wb.show(wb.figures.batch_figure(predicted, measured, source))
 
 # %%
-print("sequences  plain tokens/s  with drafts  speed-up  a checked token, in plain steps   measured")
+print(
+    "sequences  plain tokens/s  with drafts  speed-up  a checked token, in plain steps   measured"
+)
 for size, run in batches.items():
     print(
         f"{size:9} {run.tokens_s('plain'):15.1f} {run.tokens_s('drafts'):12.1f}"
@@ -525,7 +529,9 @@ def tokens_check():
     assert abs(yours - 1.8) < 1e-9, f"one draft, right in 80 %: 1.8 on average, not {yours}"
     for a in (0.5, 0.8, 0.95):
         assert abs(tokens_a_step(a, 5) - expected_tokens(a, 5)) < 1e-9, "not for k = 5"
-        print(f"a = {a}: " + ", ".join(f"k = {k}: {tokens_a_step(a, k):.2f}" for k in (1, 3, 5, 10)))
+        print(
+            f"a = {a}: " + ", ".join(f"k = {k}: {tokens_a_step(a, k):.2f}" for k in (1, 3, 5, 10))
+        )
 
 
 # %% [markdown]
