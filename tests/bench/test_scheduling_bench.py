@@ -318,7 +318,7 @@ def test_the_overhead_is_that_of_decode_steps_of_the_whole_batch(
     assert set(found.part_s) == {"schedule", "prepare", "deliver", "record"}
     assert all(0 < seconds <= found.total_s for seconds in found.part_s.values())
     assert (found.batch, found.record_trace) == (4, record_trace)
-    with pytest.raises(ValueError, match=r"num_steps has .* it must be from 1 to 894"):
+    with pytest.raises(ValueError, match="num_steps=1000 must be an integer from 1 to 894"):
         measure_overhead(model, num_steps=1000)
 
 

@@ -383,7 +383,7 @@ FIVE = replace(SHAPE, vocab_size=5, eos_token_ids=())
     [
         (EarlyExit(1, num_tokens=3), SamplingParams(temperature=1.5, top_p=0.95)),
         (
-            DraftModel(random_model(FIVE, seed=1), num_tokens="auto"),
+            DraftModel(random_model(FIVE, seed=1), num_tokens=2),
             SamplingParams(temperature=1.0, frequency_penalty=0.5),
         ),
     ],
