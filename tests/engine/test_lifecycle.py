@@ -87,8 +87,10 @@ def kv_storage(engine: Engine) -> weakref.ref:
     return weakref.ref(engine.kv_cache.tensors[0])
 
 
-def test_closing_gives_the_kv_memory_back():
-    engine = Engine(random_model())
+@pytest.mark.parametrize("overlap", [False, True])
+def test_closing_gives_the_kv_memory_back(overlap):
+    """Also while a thread computes the next step."""
+    engine = Engine(random_model(), EngineConfig(overlap=overlap))
     storage = kv_storage(engine)
     engine.generate(PROMPTS, PARAMS)
     engine.submit(PROMPTS[0])

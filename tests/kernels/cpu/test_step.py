@@ -5,7 +5,7 @@ import pytest
 from pdlab_kernels.cpu.target import TARGET
 
 if TARGET == "torch":
-    pytest.skip("no steps here", allow_module_level=True)
+    pytest.skip("compiled steps need Numba", allow_module_level=True)
 
 from pdlab_kernels.cpu import step_tables as t
 from pdlab_kernels.cpu.ahead import _address
