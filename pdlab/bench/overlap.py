@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from pdlab.bench.files import write_by_line
 from pdlab.bench.prompts import passages
 from pdlab.engine import Engine, EngineConfig
 from pdlab.machine import describe_machine
@@ -77,9 +78,8 @@ class OverlapCosts:
     def save(self, path: Path) -> None:
         """Write JSON, a batch a line."""
         raw = asdict(self)
-        costs = ",\n".join("  " + json.dumps(_short(cost)) for cost in raw.pop("costs"))
-        rest = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in raw.items())
-        path.write_text(f'{{\n{rest} "costs": [\n{costs}\n ]\n}}\n', encoding="utf-8")
+        costs = [json.dumps(_short(cost)) for cost in raw.pop("costs")]
+        write_by_line(path, raw, "costs", costs)
 
     @classmethod
     def load(cls, path: Path) -> OverlapCosts:

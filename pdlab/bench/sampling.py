@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
+from pdlab.bench.files import write_by_line
 from pdlab.bench.mixes import Mix, all_mixes, possible
 from pdlab.bench.prompts import passages
 from pdlab.engine import Engine, EngineConfig
@@ -92,9 +93,8 @@ class SamplingCosts:
     def save(self, path: Path) -> None:
         """Write JSON, a mix a line: small, and readable in a diff."""
         data = asdict(self)
-        costs = ",\n".join("  " + json.dumps(_rounded(cost)) for cost in data.pop("costs"))
-        rest = "".join(f" {json.dumps(k)}: {json.dumps(v)},\n" for k, v in data.items())
-        path.write_text(f'{{\n{rest} "costs": [\n{costs}\n ]\n}}\n', encoding="utf-8")
+        costs = [json.dumps(_rounded(cost)) for cost in data.pop("costs")]
+        write_by_line(path, data, "costs", costs)
 
     @classmethod
     def load(cls, path: Path) -> SamplingCosts:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from pdlab.bench.files import write_by_line
 from pdlab.bench.speculation_prompts import TASKS
 from pdlab.engine import Engine, EngineConfig, Prompt, SamplingParams
 from pdlab.engine.drafting import Speculation
@@ -191,10 +192,8 @@ class SpeculationCosts:
         scenes = []
         for scene in data.pop("scenes"):
             costs = ",\n".join("    " + json.dumps(_short(cost)) for cost in scene.pop("costs"))
-            scenes.append(f'  {json.dumps(scene)[:-1]}, "costs": [\n{costs}\n  ]}}')
-        rest = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in data.items())
-        body = ",\n".join(scenes)
-        path.write_text(f'{{\n{rest} "scenes": [\n{body}\n ]\n}}\n', encoding="utf-8")
+            scenes.append(f'{json.dumps(scene)[:-1]}, "costs": [\n{costs}\n  ]}}')
+        write_by_line(path, data, "scenes", scenes)
 
     @classmethod
     def load(cls, path: Path) -> SpeculationCosts:

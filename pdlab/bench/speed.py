@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from pdlab.bench.files import write_by_line
 from pdlab.costmodel import Chunk, Hardware, step_cost
 from pdlab.costmodel.calibrate import measure
 from pdlab.models import ModelConfig
@@ -223,9 +224,8 @@ class SpeedBench:
             agreement: what came of comparing the texts; kept beside the rest.
         """
         data = asdict(self) | {"agreement": list(agreement)}
-        samples = ",\n".join("  " + json.dumps(sample) for sample in data.pop("samples"))
-        rest = "".join(f" {json.dumps(k)}: {json.dumps(v)},\n" for k, v in data.items())
-        path.write_text(f'{{\n{rest} "samples": [\n{samples}\n ]\n}}\n', encoding="utf-8")
+        samples = [json.dumps(sample) for sample in data.pop("samples")]
+        write_by_line(path, data, "samples", samples)
 
     @classmethod
     def load(cls, path: Path) -> SpeedBench:

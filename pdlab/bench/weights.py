@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from pdlab.bench.files import write_by_line
 from pdlab.bench.topics import topic_tokens
 from pdlab.engine import Engine, SamplingParams
 from pdlab.machine import describe_machine
@@ -118,9 +119,8 @@ class WeightCosts:
     def save(self, path: Path) -> None:
         """Write JSON, a format a line."""
         data = asdict(self)
-        costs = ",\n".join("  " + json.dumps(cost) for cost in data.pop("costs"))
-        rest = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in data.items())
-        path.write_text(f'{{\n{rest} "costs": [\n{costs}\n ]\n}}\n', encoding="utf-8")
+        costs = [json.dumps(cost) for cost in data.pop("costs")]
+        write_by_line(path, data, "costs", costs)
 
     @classmethod
     def load(cls, path: Path) -> WeightCosts:
