@@ -34,8 +34,8 @@ from pdlab.disagg.hosts.spec import WorkerSpec, local_specs, physical_cores
 from pdlab.disagg.replay import replay_on_cluster
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.serving import ClusterRun
-from pdlab.disagg.transport.link import Link
 from pdlab.engine import EngineConfig, SamplingParams
+from pdlab.link import Link
 from pdlab.machine import describe_machine
 from pdlab.models import Model
 from pdlab.requirements import require_choice, require_int

@@ -19,7 +19,7 @@ from pdlab.bench.disaggregation import (
 )
 from pdlab.cli.text import seconds
 from pdlab.cli.walk import check_save
-from pdlab.disagg.transport.link import LINKS
+from pdlab.link import LINKS
 from pdlab.models import load
 from pdlab.requirements import require_choice, require_int
 

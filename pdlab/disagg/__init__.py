@@ -13,8 +13,8 @@ from pdlab.disagg.hosts.spec import TransportSpec, WorkerSpec, local_specs
 from pdlab.disagg.replay import replay_on_cluster
 from pdlab.disagg.router import Router, RouterConfig
 from pdlab.disagg.serving import ClusterRun
-from pdlab.disagg.transport.link import LINKS, Link
 from pdlab.disagg.worker import Worker
+from pdlab.link import LINKS, Link
 
 __all__ = [
     "LINKS",

@@ -36,10 +36,10 @@ from pdlab.disagg.messages import (
 )
 from pdlab.disagg.prefill_worker import PrefillWorker
 from pdlab.disagg.transport.interface import Transport
-from pdlab.disagg.transport.link import name_of
 from pdlab.engine import Engine, SequenceState
 from pdlab.engine.interrupts import undisturbed
 from pdlab.engine.scheduler import Scheduler
+from pdlab.link import name_of
 from pdlab.trace import StepRecord
 
 Role = Literal["prefill", "decode", "both"]

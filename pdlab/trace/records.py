@@ -142,6 +142,42 @@ class Span(NamedTuple):
         return self.start_s + self.wall_s
 
 
+class CollectiveRecord(NamedTuple):
+    """What one rank of a parallel engine exchanged with others. Times on the engine's clock."""
+
+    kind: Literal["all_reduce", "gather", "send"]
+    part: Literal["embed", "output", "mlp", "logits", "hidden"]
+    """What was exchanged: partial sums of the embedding, of attention's output projection or of the
+    MLP; slices of the logits; or hidden states, from stage to stage."""
+    rank: int
+    layer: int | None
+    """The model's number of the layer, where it belongs to one."""
+    micro_batch: int
+    num_bytes: int
+    """Of the tensor: what the collective is called with on this rank."""
+    wire_bytes: int
+    """That left this rank for others."""
+    start_s: float
+    wall_s: float
+    """Waiting for the other ranks included."""
+
+
+class RankSpan(NamedTuple):
+    """What one rank did with one micro-batch: its layers, collectives within the stage included.
+
+    Between two spans a rank has nothing to do: the bubbles of a pipeline."""
+
+    rank: int
+    micro_batch: int
+    num_tokens: int
+    start_s: float
+    wall_s: float
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.wall_s
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """One engine step. Times in seconds; bytes and FLOPs are counted from the shapes that ran.
@@ -200,6 +236,10 @@ class StepRecord:
     wasted: list[SequenceRecord] = field(default_factory=list)
     """Sequences that were computed in vain: they were aborted before the step was booked. FLOPs and
     bytes count them."""
+    collectives: list[CollectiveRecord] = field(default_factory=list)
+    """What the ranks of a parallel engine exchanged, by rank and in order."""
+    rank_spans: list[RankSpan] = field(default_factory=list)
+    """When each of them computed, by rank and in order."""
 
     @property
     def num_tokens(self) -> int:

@@ -14,7 +14,9 @@ from pdlab.trace.records import (
     BlockMove,
     Candidate,
     Capture,
+    CollectiveRecord,
     DraftRecord,
+    RankSpan,
     RequestRecord,
     Resident,
     SequenceRecord,
@@ -111,6 +113,8 @@ def _step(raw: dict[str, Any]) -> StepRecord:
             "moves": [BlockMove(*m) for m in raw["moves"]],
             "spans": [Span(*s) for s in raw.get("spans", [])],
             "wasted": [_sequence(s) for s in raw.get("wasted", [])],
+            "collectives": [CollectiveRecord(*c) for c in raw.get("collectives", [])],
+            "rank_spans": [RankSpan(*s) for s in raw.get("rank_spans", [])],
         }
     )
 

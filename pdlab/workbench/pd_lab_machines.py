@@ -13,9 +13,9 @@ from pdlab.costmodel import StepTimes, published
 from pdlab.disagg.simulated.search import KV_SHAPES
 from pdlab.disagg.simulated.search import Machine as SearchMachine
 from pdlab.disagg.simulated.spec import SimulatedSpec
-from pdlab.disagg.transport.link import LINKS
 from pdlab.engine import EngineConfig, admission
 from pdlab.kvcache import KVLayout
+from pdlab.link import LINKS
 from pdlab.models import Model
 from pdlab.workbench.policy_lab_data import Machine
 from pdlab.workload.step_calibration import measured_step_times

@@ -12,8 +12,8 @@ from pdlab.disagg.serving import ClusterRun
 from pdlab.disagg.simulated.cluster import simulate_cluster
 from pdlab.disagg.simulated.search import MODES, Candidate
 from pdlab.disagg.simulated.spec import SimulatedSpec
-from pdlab.disagg.transport.link import LINKS
 from pdlab.engine import EngineConfig
+from pdlab.link import LINKS
 from pdlab.requirements import LARGEST_SEED, require_choice, require_int, require_number
 from pdlab.workbench.pd_lab_machines import THERE, Device
 from pdlab.workbench.pd_lab_workloads import describe, make_requests

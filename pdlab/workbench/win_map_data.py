@@ -13,7 +13,7 @@ from pdlab.disagg.ratio import need_of
 from pdlab.disagg.simulated.search import LEAST_S, MODES, SHARE, Candidate, Machine, candidates
 from pdlab.disagg.simulated.win_map import PACES, win_map
 from pdlab.disagg.simulated.win_map import WinMap as Map
-from pdlab.disagg.transport.link import LINKS
+from pdlab.link import LINKS
 from pdlab.requirements import require_choice, require_int
 from pdlab.shipped import shipped
 from pdlab.workbench.pd_lab_settings import LINK_NAMES, NO_LINK

@@ -17,7 +17,7 @@ from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.hosts.host import LocalHost
 from pdlab.disagg.hosts.spec import TransportSpec, make_worker
 from pdlab.disagg.transport.in_process import Switchboard
-from pdlab.disagg.transport.link import Link
+from pdlab.link import Link
 from pdlab.workload import TraceRequest
 
 CONFIG = replace(bench.ENGINE, num_blocks=128, max_model_len=256)

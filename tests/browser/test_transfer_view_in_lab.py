@@ -9,7 +9,7 @@ from pdlab import EngineConfig, SamplingParams, workbench as wb
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.hosts.host import LocalHost
 from pdlab.disagg.transport.in_process import InProcess, Switchboard
-from pdlab.disagg.transport.link import Link
+from pdlab.link import Link
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.worker import Worker
 from pdlab import Engine

@@ -43,10 +43,10 @@ from pdlab.disagg.messages import (
 )
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.transport.in_process import Switchboard
-from pdlab.disagg.transport.link import Link
 from pdlab.disagg.transport.sockets import new_token
 from pdlab.disagg.worker import Worker
 from pdlab.engine.moving import RequestState
+from pdlab.link import Link
 from tests.helpers import random_prompt
 
 MODEL = load("random:tiny-llama")

@@ -16,7 +16,7 @@ from pdlab.disagg.router import TRANSFERS, RouterConfig
 from pdlab.disagg.serving import ClusterRun
 from pdlab.disagg.simulated.cluster import simulate_cluster
 from pdlab.disagg.simulated.spec import PlainWire, SimulatedSpec
-from pdlab.disagg.transport.link import Link
+from pdlab.link import Link
 from pdlab.workload.arrivals import ClosedLoop, OpenLoop
 from pdlab.workload.simulation import simulate
 from pdlab.workload.traces import TraceRequest

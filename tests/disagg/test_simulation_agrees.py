@@ -29,10 +29,10 @@ from pdlab.disagg.router import TRANSFERS, Router, RouterConfig
 from pdlab.disagg.simulated.spec import SimulatedSpec
 from pdlab.disagg.simulated.worker import SimulatedWorker
 from pdlab.disagg.transport.in_process import InProcess, Switchboard
-from pdlab.disagg.transport.link import Link
 from pdlab.disagg.worker import Role, Worker
 from pdlab.engine.moving import RequestState
 from pdlab.engine.output import Chunk
+from pdlab.link import Link
 from tests.helpers import TINY, random_model
 from tests.workload.test_simulation import SilentRunner
 

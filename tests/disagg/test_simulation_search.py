@@ -25,8 +25,8 @@ from pdlab.disagg.simulated.search import (
 )
 from pdlab.disagg.simulated.spec import SimulatedSpec
 from pdlab.disagg.simulated.win_map import attainments, p99_gap_s, win_map
-from pdlab.disagg.transport.link import Link
 from pdlab.engine import RequestMetrics
+from pdlab.link import Link
 from pdlab.workload.serving import SLO
 from pdlab.workload.traces import TraceRequest
 

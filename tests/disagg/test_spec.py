@@ -18,7 +18,7 @@ from pdlab.disagg.hosts.spec import (
     physical_cores,
 )
 from pdlab.disagg.transport.in_process import Switchboard
-from pdlab.disagg.transport.link import LINKS
+from pdlab.link import LINKS
 from tests.helpers import random_model
 
 TOKEN = "a token of the cluster"

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from pdlab.disagg.transport.in_process import InProcess, Switchboard
 from pdlab.disagg.transport.interface import Parcel, Transport, checksum_of, make_parcel
-from pdlab.disagg.transport.link import Link
 from pdlab.disagg.transport.torch_distributed import TorchDistributed
+from pdlab.link import Link
 from tests.disagg.bodies import (
     BODIES,
     await_failures,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pdlab.disagg.transport.link import LINKS, Bookings, Link
+from pdlab.link import LINKS, Bookings, Link
 
 
 def test_named_links_have_their_published_rates() -> None:

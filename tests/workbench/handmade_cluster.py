@@ -8,8 +8,8 @@ from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.serving import ClusterRun, WorkerRun
 from pdlab.disagg.simulated.cluster import simulate_cluster
 from pdlab.disagg.simulated.spec import SimulatedSpec
-from pdlab.disagg.transport.link import Link
 from pdlab.engine.metrics import RequestMetrics
+from pdlab.link import Link
 from pdlab.trace import ClusterTrace, FailureRecord, ParcelRecord, TransferRecord
 from pdlab.workload.serving import ServedRequest, StepSpan
 from pdlab.workload.traces import TraceRequest

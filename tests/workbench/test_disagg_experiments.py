@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from pdlab.disagg.simulated.cluster import simulate_cluster
-from pdlab.disagg.transport.link import LINKS, Link
+from pdlab.link import LINKS, Link
 from pdlab.models.catalog import SHAPES
 from pdlab.workbench import disagg_experiments as lab
 from pdlab.workbench import figures

@@ -15,9 +15,9 @@ from pdlab.disagg.hosts.spec import TransportSpec, WorkerSpec
 from pdlab.disagg.replay import replay_on_cluster
 from pdlab.disagg.router import ON_FAILURE, TRANSFERS, RouterConfig
 from pdlab.disagg.serving import ClusterRun
-from pdlab.disagg.transport.link import LINKS, Link
 from pdlab.disagg.worker import Role
 from pdlab.engine import EngineConfig, Prompt, SamplingParams
+from pdlab.link import LINKS, Link
 from pdlab.models import Model
 from pdlab.models.catalog import DEFAULT_MODEL
 from pdlab.models.loading import AUTO

@@ -10,9 +10,9 @@ from pdlab.disagg.control import RoleController
 from pdlab.disagg.hosts.host import LocalHost, closed_on_error
 from pdlab.disagg.router import Router, RouterConfig
 from pdlab.disagg.transport.in_process import InProcess, Switchboard
-from pdlab.disagg.transport.link import Link
 from pdlab.disagg.worker import Role, Worker
 from pdlab.engine import Engine, EngineConfig
+from pdlab.link import Link
 from pdlab.models import Model
 from pdlab.requirements import require_int
 

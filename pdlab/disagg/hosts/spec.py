@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from pdlab.disagg.transport.in_process import InProcess, Switchboard
 from pdlab.disagg.transport.interface import Transport
-from pdlab.disagg.transport.link import Link
 from pdlab.disagg.transport.sockets import MIN_TOKEN_CHARS, SocketTransport, new_token
 from pdlab.disagg.worker import ROLES, Role, Worker
 from pdlab.engine import Engine, EngineConfig
+from pdlab.link import Link
 from pdlab.models import Model, load
 from pdlab.models.catalog import DEFAULT_MODEL
 from pdlab.models.loading import AUTO, DTYPES

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdlab.costmodel import StepShape, StepTimes, causal_pairs
-from pdlab.disagg.transport.link import Link
+from pdlab.link import Link
 from pdlab.requirements import require_int
 
 

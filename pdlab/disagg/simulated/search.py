@@ -18,8 +18,8 @@ from pdlab.disagg.router import TRANSFERS, RouterConfig
 from pdlab.disagg.serving import ClusterRun
 from pdlab.disagg.simulated.cluster import simulate_cluster
 from pdlab.disagg.simulated.spec import SimulatedSpec
-from pdlab.disagg.transport.link import Link
 from pdlab.engine import EngineConfig
+from pdlab.link import Link
 from pdlab.requirements import require_choice, require_int, require_number
 from pdlab.workload.serving import SLO, ServedRequest
 from pdlab.workload.traces import TraceRequest

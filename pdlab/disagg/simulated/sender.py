@@ -14,7 +14,7 @@ from pdlab.disagg.simulated.spec import (
     SimulatedSpec,
     booked,
 )
-from pdlab.disagg.transport.link import Bookings
+from pdlab.link import Bookings
 from pdlab.trace import ParcelRecord
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdlab.costmodel import StepTimes
-from pdlab.disagg.transport.link import Bookings, Link
 from pdlab.disagg.worker import Role
 from pdlab.engine import EngineConfig
 from pdlab.kvcache import KVLayout, Wire
+from pdlab.link import Bookings, Link
 from pdlab.requirements import require_int, require_number
 from pdlab.trace import ParcelRecord
 

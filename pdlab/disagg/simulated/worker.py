@@ -47,9 +47,9 @@ from pdlab.disagg.simulated.receiver import SimulatedReceiver
 from pdlab.disagg.simulated.sender import SimulatedSender
 from pdlab.disagg.simulated.spec import Shipment, SimulatedSpec
 from pdlab.disagg.transport.interface import Address, Ticket
-from pdlab.disagg.transport.link import name_of
 from pdlab.disagg.worker import load_of
 from pdlab.engine import Chunk, RequestMetrics
+from pdlab.link import name_of
 from pdlab.workload.simulated_engine import TOKEN, Outcome, SimulatedEngine
 
 

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from pdlab.disagg.transport.frames import BadFrame, Frame, frame_of, parcel_of, span_of
 from pdlab.disagg.transport.interface import Address, Failure, Parcel, Ticket, Transport
-from pdlab.disagg.transport.link import Bookings, Link
 from pdlab.disagg.transport.mailbox import Mailbox
+from pdlab.link import Bookings, Link
 
 
 class Lost(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pdlab.disagg.transport.carrier import CarriedTransport, Carrier, Lost, OnFrame, OnLost
 from pdlab.disagg.transport.frames import Frame
 from pdlab.disagg.transport.interface import Address
-from pdlab.disagg.transport.link import Link
+from pdlab.link import Link
 
 
 class Switchboard:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pdlab.disagg.transport.link import Link
+from pdlab.link import Link
 
 MAX_ID_BYTES = 256
 """How long a transfer's id may be, in UTF-8."""

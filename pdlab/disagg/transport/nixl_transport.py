@@ -33,9 +33,9 @@ import torch
 from pdlab.disagg.transport.carrier import CarriedTransport, Lost
 from pdlab.disagg.transport.frames import BadFrame, Frame, frame_of, parcel_of, span_of
 from pdlab.disagg.transport.interface import Address, Parcel, Ticket
-from pdlab.disagg.transport.link import Link
 from pdlab.disagg.transport.nixl_memory import POLL_S, Buffer, Memory, Region, region_of
 from pdlab.disagg.transport.sockets import Family, SocketCarrier
+from pdlab.link import Link
 
 SLOW_POLL_S = 2e-3
 SLOW_AFTER_S = 1.0

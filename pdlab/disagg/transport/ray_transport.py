@@ -37,7 +37,7 @@ from torch import Tensor
 from pdlab.disagg.transport.carrier import CarriedTransport, Carrier, Lost, OnFrame, OnLost
 from pdlab.disagg.transport.frames import BadFrame, Frame, frame_of, parcel_of
 from pdlab.disagg.transport.interface import Address, Parcel, Ticket
-from pdlab.disagg.transport.link import Link
+from pdlab.link import Link
 
 PING_S = 1.0
 """Between two questions to an idle peer whether it lives."""

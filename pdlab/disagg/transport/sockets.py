@@ -27,7 +27,6 @@ from typing import Literal
 from pdlab.disagg.transport.carrier import CarriedTransport, Carrier, Lost, OnFrame, OnLost
 from pdlab.disagg.transport.frames import BadFrame, Frame, address_of
 from pdlab.disagg.transport.interface import Address
-from pdlab.disagg.transport.link import Link
 from pdlab.disagg.transport.outbox import Outbox
 from pdlab.disagg.transport.socket_io import (
     HANDSHAKE_S,
@@ -38,6 +37,7 @@ from pdlab.disagg.transport.socket_io import (
     read_frame,
     write_frame,
 )
+from pdlab.link import Link
 
 Family = Literal["unix", "tcp"]
 MIN_TOKEN_CHARS = 16

@@ -29,8 +29,8 @@ from torch import Tensor
 from pdlab.disagg.transport.carrier import CarriedTransport, Carrier, Lost, OnFrame, OnLost
 from pdlab.disagg.transport.frames import PREFIX, Frame, decode_header, decode_prefix, encode
 from pdlab.disagg.transport.interface import Address
-from pdlab.disagg.transport.link import Link
 from pdlab.disagg.transport.outbox import Outbox
+from pdlab.link import Link
 
 HEAD_BYTES = 2048
 HEAD, PAYLOAD, NEVER = 0, 1, 2

@@ -13,7 +13,7 @@ from pdlab.disagg.ratio import Need, splits
 from pdlab.disagg.simulated.break_even import BreakEven, break_even
 from pdlab.disagg.simulated.cluster import simulate_cluster
 from pdlab.disagg.simulated.spec import SimulatedSpec
-from pdlab.disagg.transport.link import Link
+from pdlab.link import Link
 from pdlab.models.catalog import SHAPES
 from pdlab.requirements import require_int
 from pdlab.workbench.disagg_experiments.links import waited_s

@@ -12,8 +12,8 @@ from pdlab.disagg.hosts.spec import local_specs
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.serving import ClusterRun
 from pdlab.disagg.simulated.break_even import exposed_s
-from pdlab.disagg.transport.link import LINKS, Link
 from pdlab.engine import EngineConfig
+from pdlab.link import LINKS, Link
 from pdlab.models import Model
 from pdlab.models.catalog import SHAPES
 from pdlab.models.config import ModelConfig

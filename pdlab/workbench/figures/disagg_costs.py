@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from pdlab.disagg.simulated.break_even import BreakEven
-from pdlab.disagg.transport.link import LINKS
+from pdlab.link import LINKS
 from pdlab.workbench.figures.style import INK, mega, milliseconds, styled
 from pdlab.workbench.palette import MEANING, run_color
 
