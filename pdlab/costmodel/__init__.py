@@ -4,6 +4,14 @@ This room knows shapes and never tensors; only `calibrate` runs torch, to time i
 """
 
 from pdlab.costmodel.calibrate import calibrate
+from pdlab.costmodel.collectives import (
+    ONE_SHOT_BYTES,
+    Collective,
+    all_reduce_bytes,
+    collectives_of,
+    is_one_shot,
+    wire_bytes_by,
+)
 from pdlab.costmodel.cost import Chunk, StepCost, causal_pairs, dense_step_cost, step_cost
 from pdlab.costmodel.distserve import DistServeStepTimes, load_distserve_profile
 from pdlab.costmodel.fit import LinearQuadraticFit, fit_linear_quadratic
@@ -30,8 +38,10 @@ from pdlab.costmodel.roofline_times import (
 from pdlab.costmodel.step_times import LinearStepTimes, StepShape, StepTimes, fit_step_times
 
 __all__ = [
+    "ONE_SHOT_BYTES",
     "PUBLISHED",
     "Chunk",
+    "Collective",
     "DistServeStepTimes",
     "Hardware",
     "LinearQuadraticFit",
@@ -48,12 +58,15 @@ __all__ = [
     "StepShape",
     "StepTimes",
     "activation_bytes",
+    "all_reduce_bytes",
     "calibrate",
     "causal_pairs",
+    "collectives_of",
     "dense_step_cost",
     "fit_linear_quadratic",
     "fit_overheads",
     "fit_step_times",
+    "is_one_shot",
     "kv_bytes",
     "link_bytes_s",
     "load_distserve_profile",
@@ -70,4 +83,5 @@ __all__ = [
     "score_matrix_bytes",
     "step_cost",
     "weight_bytes",
+    "wire_bytes_by",
 ]
