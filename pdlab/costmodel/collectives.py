@@ -104,7 +104,7 @@ def collectives_of(
         collective
         for shard in plan.shards
         for i, (rows, sampled) in enumerate(micro_batches)
-        for collective in _of_micro_batch(plan, shard, i, rows, sampled, element_bytes, row_tile)
+        for collective in exchanged(plan, shard, i, rows, sampled, element_bytes, row_tile)
     ]
 
 
@@ -119,16 +119,16 @@ def wire_bytes_by(
     return sums
 
 
-def _of_micro_batch(
+def exchanged(
     plan: ShardPlan,
     shard: Shard,
     micro_batch: int,
     rows: int,
     sampled: int,
     element_bytes: int,
-    row_tile: int | None,
+    row_tile: int | None = None,
 ) -> Iterator[Collective]:
-    """What one rank exchanges for one micro-batch, in order."""
+    """What one rank exchanges for one micro-batch, in order; see `collectives_of`."""
     hidden, ranks = plan.config.hidden_size, plan.tensor_parallel
     rank = shard.rank
 
