@@ -30,13 +30,13 @@ from pdlab.bench.cluster_agreement import (
 )
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.hosts.processes import process_cluster
-from pdlab.disagg.hosts.spec import WorkerSpec, local_specs, physical_cores
+from pdlab.disagg.hosts.spec import WorkerSpec, local_specs
 from pdlab.disagg.replay import replay_on_cluster
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.serving import ClusterRun
 from pdlab.engine import EngineConfig, SamplingParams
 from pdlab.link import Link
-from pdlab.machine import describe_machine
+from pdlab.machine import describe_machine, physical_cores
 from pdlab.models import Model
 from pdlab.requirements import require_choice, require_int
 from pdlab.workload.traces import TraceRequest

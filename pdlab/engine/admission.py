@@ -13,9 +13,10 @@ from pdlab.engine import compiled, triton_forward
 from pdlab.engine.config import EngineConfig
 from pdlab.engine.metrics import RequestMetrics
 from pdlab.engine.output import Completion, RequestOutput
-from pdlab.kvcache import KVMemory, Retention, parse_kv_format
+from pdlab.kvcache import KVMemory, PagedKVCache, Retention, parse_kv_format
 from pdlab.models import Model
 from pdlab.models.config import ModelConfig
+from pdlab.models.shard_plan import ShardPlan
 from pdlab.requirements import require_int
 from pdlab.sampling import SamplingParams
 
@@ -32,6 +33,7 @@ def resolve(model: Model, config: EngineConfig) -> EngineConfig:
             model was made for.
     """
     limit, dtype = model.config.max_model_len, model.decoder.dtype
+    _check_ranks(model, config)
     if model.config.num_kv_heads % config.kv_head_groups:
         raise ValueError(
             f"kv_head_groups={config.kv_head_groups} does not divide the "
@@ -60,6 +62,19 @@ def resolve(model: Model, config: EngineConfig) -> EngineConfig:
         attention_backend=attention,
         max_model_len=longest_len,
     )
+
+
+def _check_ranks(model: Model, config: EngineConfig) -> None:
+    """That the model can be cut over the ranks; that there are weights, where this is the one."""
+    ShardPlan(model.config, config.tensor_parallel, config.pipeline_parallel)
+    if config.num_ranks > 1 and model.packed:
+        raise ValueError(
+            f"weights={model.weights!r} are computed with on one rank only, and these are "
+            f"tensor_parallel={config.tensor_parallel}, "
+            f"pipeline_parallel={config.pipeline_parallel}"
+        )
+    if config.num_ranks == 1 and model.decoder.device.type == "meta":
+        raise ValueError(f"model {model.name!r} has no weights here: load it, or use several ranks")
 
 
 def _backend(model: Model, config: EngineConfig) -> str:
@@ -134,18 +149,26 @@ def kind_of_memory(model: Model, config: EngineConfig) -> dict[str, object]:
     return {"model": model} | {name: getattr(config, name) for name in DECIDE_KV}
 
 
-def make_memory(model: Model, config: EngineConfig, num_engines: int = 1) -> KVMemory:
-    """KV memory for engines with a resolved configuration."""
+def make_memory(
+    model: Model,
+    config: EngineConfig,
+    num_engines: int = 1,
+    *,
+    device: torch.device | str | None = None,
+    cache_class: type[PagedKVCache] = PagedKVCache,
+) -> KVMemory:
+    """KV memory for engines with a resolved configuration; on the model's device unless told."""
     return KVMemory(
         model.config,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         kv_format=config.kv_format,
-        device=model.decoder.device,
+        device=model.decoder.device if device is None else device,
         num_swap_blocks=config.num_swap_blocks,
         head_groups=config.kv_head_groups,
         max_num_seqs=config.max_num_seqs * num_engines,
         retention=retention(model, config),
+        cache_class=cache_class,
     )
 
 

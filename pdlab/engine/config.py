@@ -9,6 +9,7 @@ from pdlab.attention import BACKENDS
 from pdlab.engine.drafting import Speculation
 from pdlab.engine.policies import Policy, as_policy
 from pdlab.kvcache import parse_kv_format
+from pdlab.link import Link, name_of
 from pdlab.requirements import (
     LARGEST_SEED,
     require_bool,
@@ -100,6 +101,21 @@ class EngineConfig:
     record) and what its caller does before the next call. A request that comes meanwhile joins one
     step later; nothing else changes. Steps follow each other all the same where somebody looks in
     (a probe, counted activations), where K and V travel between engines, and in beam search."""
+    tensor_parallel: int = 1
+    """Ranks over which heads, MLP columns and vocabulary are cut, and with them every layer."""
+    pipeline_parallel: int = 1
+    """Stages over which the layers are dealt out, of `tensor_parallel` ranks each."""
+    micro_batches: int | None = None
+    """Pieces of a step's tokens that follow each other through the stages; None for as many as
+    there are stages."""
+    rank_host: str = "process"
+    """Where ranks live: `process` (each in one of its own, on this machine), `thread` (of this
+    process), `torchrun` (this process is rank 0 of a job, see `pdlab.parallel.torchrun`) or `ray`
+    (actors)."""
+    rank_threads: int | None = None
+    """Threads of torch in each rank; None deals the cores out. Not for `rank_host="thread"`."""
+    rank_link: Link | None = None
+    """A link as slow as which all between ranks is made, simulated."""
     record_trace: bool = True
     """Keep every StepRecord in `engine.trace`."""
     top_k_recorded: int = 5
@@ -117,7 +133,7 @@ class EngineConfig:
             require_int(name, getattr(self, name), least=0)
         for name in ("exact", "record_trace", "enable_prefix_cache", "cuda_graphs", "overlap"):
             require_bool(name, getattr(self, name))
-        for name in ("chunk_size", "max_model_len", "window"):
+        for name in ("chunk_size", "max_model_len", "window", "micro_batches", "rank_threads"):
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), least=1)
         if self.seed is not None:
@@ -128,6 +144,9 @@ class EngineConfig:
         as_policy(self.policy)
         require_choice("constraint_backend", self.constraint_backend, CONSTRAINT_BACKENDS)
         require_choice("backend", self.backend, ("auto", "torch", "cpu", "triton"))
+        require_choice("rank_host", self.rank_host, RANK_HOSTS)
+        if not isinstance(self.rank_link, Link | None):
+            raise ValueError(f"rank_link={self.rank_link!r:.60} must be None or a pdlab.link.Link")
         require_choice("attention_backend", self.attention_backend, ("auto", *BACKENDS))
         if not isinstance(self.speculation, Speculation | None):
             raise ValueError(
@@ -159,6 +178,7 @@ class EngineConfig:
                 f"heavy_tokens={self.heavy_tokens} and speculation={self.speculation!r:.60} do not "
                 "go together: drafts that do not stand would have their say in which tokens stay"
             )
+        self._check_ranks()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than "
@@ -175,6 +195,37 @@ class EngineConfig:
                 "scales of a block depend on which tokens were computed together"
             )
 
+    def _check_ranks(self) -> None:
+        """Refuse what several ranks cannot do, and what only they can."""
+        ranks = (
+            f"tensor_parallel={self.tensor_parallel}, pipeline_parallel={self.pipeline_parallel}"
+        )
+        if self.num_ranks == 1:
+            for name in ("micro_batches", "rank_threads", "rank_link"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}={getattr(self, name)} needs several ranks: {ranks}")
+            return
+        if self.heavy_tokens:
+            raise ValueError(
+                f"heavy_tokens={self.heavy_tokens} needs the weights of attention in one place, "
+                f"not in ranks: {ranks}"
+            )
+        if self.kv_head_groups > 1:
+            raise ValueError(
+                f"kv_head_groups={self.kv_head_groups} does what ranks really do: leave it at 1 "
+                f"with {ranks}"
+            )
+        if self.backend in ("cpu", "triton"):
+            raise ValueError(f"backend={self.backend!r} is for one rank, and these are {ranks}")
+        if self.rank_host == "thread" and self.rank_threads is not None:
+            raise ValueError(
+                f"rank_threads={self.rank_threads}: ranks with rank_host='thread' share torch's"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
+
     @property
     def largest_chunk(self) -> int:
         """Most tokens of one sequence in one step."""
@@ -183,6 +234,8 @@ class EngineConfig:
     @property
     def needs_torch(self) -> str | None:
         """Which knob asks for what only torch's operators do; None if none does."""
+        if self.num_ranks > 1:
+            return f"a model on {self.num_ranks} ranks is computed by operators"
         if self.exact:
             return "exact=True has its own order of sums"
         if self.heavy_tokens:
@@ -193,9 +246,10 @@ class EngineConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON knows it."""
-        return asdict(replace(self, policy="fcfs", speculation=None)) | {
+        return asdict(replace(self, policy="fcfs", speculation=None, rank_link=None)) | {
             "policy": str(as_policy(self.policy)),
             "speculation": self.speculation and repr(self.speculation),
+            "rank_link": name_of(self.rank_link) or None,
         }
 
 
@@ -206,6 +260,8 @@ POSITIVE = (
     "max_num_batched_tokens",
     "kv_head_groups",
     "max_phase_steps",
+    "tensor_parallel",
+    "pipeline_parallel",
 )
 NOT_NEGATIVE = (
     "num_swap_blocks",
@@ -214,4 +270,5 @@ NOT_NEGATIVE = (
     "top_k_recorded",
     "max_overtakes",
 )
+RANK_HOSTS = ("process", "thread", "torchrun", "ray")
 BATCHING_MODES = ("static", "prefill_first", "decode_first", "mixed")

@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import ModuleType
 
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -42,7 +43,14 @@ from pdlab.engine.preemption import PreemptionPolicy
 from pdlab.engine.probe import Probe
 from pdlab.engine.recorder import Recorder, Spoken, Stock
 from pdlab.engine.request import NO_URGENCY, Request, Sample, Urgency, Word, new_request
-from pdlab.engine.runner import EXACT_ROW_TILE, KVPort, ModelRunner, Runner, StepOutput
+from pdlab.engine.runner import (
+    EXACT_ROW_TILE,
+    KVPort,
+    ModelRunner,
+    Runner,
+    RunnerLost,
+    StepOutput,
+)
 from pdlab.engine.scheduler import ScheduledBatch, ScheduledSequence, Scheduler
 from pdlab.engine.sequence import Sequence, SequenceState
 from pdlab.engine.timing import StageClock
@@ -86,18 +94,25 @@ class Engine:
         hardware: Hardware | None = None,
     ):
         config = admission.resolve(model, config or EngineConfig())
-        if config.exact:
+        is_parallel = config.num_ranks > 1
+        if config.exact and not is_parallel:
             check_rows_are_alike(model, EXACT_ROW_TILE)
         if not isinstance(memory, KVMemory | None):
             raise ValueError(f"memory={memory!r:.60} must be KVMemory, from Engine.memory_for")
-        memory = memory or admission.make_memory(model, config)
+        if memory and is_parallel:
+            raise ValueError(
+                f"memory={memory!r:.40}: ranks keep K and V of their own, tensor_parallel="
+                f"{config.tensor_parallel} and pipeline_parallel={config.pipeline_parallel} cannot "
+                "share that of others"
+            )
+        make_memory = parallel().sharded_memory if is_parallel else admission.make_memory
+        memory = memory or make_memory(model, config)
         policy = PreemptionPolicy(model, config, memory.cache, hardware)
         self.model = model
         self.config = config
         self.memory: KVMemory | None = memory
         self.pool = memory.manager.pool
         self.scheduler = Scheduler(memory.manager, config, swaps=policy)
-        self.runner: Runner = ModelRunner.of(model, memory, config)
         self.compiler = Compiler(
             model.tokenizer, model.config.vocab_size, config.constraint_backend
         )
@@ -128,6 +143,9 @@ class Engine:
         self._epoch = time.perf_counter()
         self._lock = memory.lock
         self._turns = Turns()
+        make_runner = parallel().ParallelRunner if is_parallel else ModelRunner.of
+        self._own_runner: ModelRunner = make_runner(model, memory, config)
+        self.runner: Runner = self._own_runner
 
     @staticmethod
     def memory_for(model: Model, config: EngineConfig, num_engines: int = 2) -> KVMemory:
@@ -137,6 +155,8 @@ class Engine:
         backend, ...) must be the same, and is checked.
         """
         require_int("num_engines", num_engines, least=1, most=1024)
+        if config.num_ranks > 1:
+            raise ValueError(f"memory of {config.num_ranks} ranks cannot be shared by engines")
         return admission.make_memory(model, admission.resolve(model, config), num_engines)
 
     # --- the loop -----------------------------------------------------------------------------
@@ -160,7 +180,7 @@ class Engine:
         blocks of a shared memory, or requests do that are on their way between engines.
         """
         called_s = self.now_s()
-        with self._quiet():
+        with self._quiet(), self._mourning():
             memory = self._require_open()
             failure, self._failure = self._failure, None
             if failure:
@@ -178,6 +198,21 @@ class Engine:
             finally:
                 record = self._tell()
             return record
+
+    @contextmanager
+    def _mourning(self) -> Iterator[None]:
+        """End all requests with an error if the runner is lost: none of them can go on."""
+        try:
+            yield
+        except RunnerLost as lost:
+            with undisturbed():
+                self._flight = self._failure = None
+                for request in self.requests.values():
+                    for sample in request.samples:
+                        if not sample.finished:
+                            sample.error = lost
+                            self._end(request, sample, "error")
+            raise
 
     def _take_off_early(self) -> None:
         """Begin the next step while this one is not over; its errors are its own."""
@@ -373,6 +408,7 @@ class Engine:
                 activations=flight.activations,
                 wasted=booked.wasted,
                 spans=self._spans(booked, start_s) if flight.is_apart else [],
+                epoch_s=self._epoch,
             )
 
     def _spans(self, booked: _Booked, told_s: float) -> list[Span]:
@@ -944,6 +980,8 @@ class Engine:
             raise ValueError("record_trace=False: a probe has no trace to keep its captures in")
         runner = self.runner
         assert isinstance(runner, ModelRunner)
+        if self.config.num_ranks > 1:
+            raise ValueError(f"a probe cannot look into {self.config.num_ranks} ranks: use one")
         probe, previous = Probe.of(self.model.config, layers, heads, names), runner.probe
         with self._quiet():
             runner.probe = probe
@@ -1027,7 +1065,8 @@ class Engine:
             self.memory = None
             if self.drafter:
                 self.drafter.close()
-            del self.runner
+            self._own_runner.close()
+            del self.runner, self._own_runner
 
     def __enter__(self) -> Engine:
         return self
@@ -1041,6 +1080,13 @@ class Engine:
         if self.memory is None:
             raise RuntimeError("the engine is closed")
         return self.memory
+
+
+def parallel() -> ModuleType:
+    """The room of ranks. It is made of engines' parts, so it is above: entered when needed."""
+    from pdlab import parallel
+
+    return parallel
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ class Completion:
     metrics: RequestMetrics
     stop_reason: StopReason = None
     logprobs: list[TokenLogprobs] | None = None
-    error: ValueError | None = None
+    error: Exception | None = None
     """Why it could not go on, where `finish_reason` is "error"."""
 
     @property
@@ -103,6 +103,6 @@ class RequestOutput:
         return self.completions[0].metrics
 
     @property
-    def error(self) -> ValueError | None:
+    def error(self) -> Exception | None:
         """The first error of its samples."""
         return next((c.error for c in self.completions if c.error is not None), None)

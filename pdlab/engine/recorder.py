@@ -147,8 +147,13 @@ class Recorder:
         activations: AllocationMeter | None,
         wasted: list[ScheduledSequence],
         spans: list[Span],
+        epoch_s: float,
     ) -> StepRecord:
-        """The record of one step; the KV figures follow from the stock's residents."""
+        """The record of one step; the KV figures follow from the stock's residents.
+
+        Args:
+            epoch_s: when the engine's clock began, by `time.perf_counter`.
+        """
         use = _use_of(stock.residents, self._config.block_size)
         computed = [*batch.scheduled, *wasted]
         cost = step_cost(
@@ -185,6 +190,8 @@ class Recorder:
             activation_total_bytes=activations.total_bytes if activations else None,
             spans=spans,
             wasted=[_wasted_record(part) for part in wasted],
+            collectives=[c._replace(start_s=c.start_s - epoch_s) for c in output.collectives],
+            rank_spans=[s._replace(start_s=s.start_s - epoch_s) for s in output.rank_spans],
         )
         if self._config.record_trace:
             self.trace.steps.append(record)

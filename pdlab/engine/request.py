@@ -73,7 +73,7 @@ class Sample:
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     stop_reason: StopReason = None
-    error: ValueError | None = None
+    error: Exception | None = None
 
     @property
     def finished(self) -> bool:

@@ -23,7 +23,7 @@ from pdlab.engine.triton_forward import TritonForward
 from pdlab.kvcache import KVMemory, KVWriter, Release, Unpacker, Wire, WritePlan, pack
 from pdlab.models import Model
 from pdlab.sampling import Sampled, Sampler, TokenLogprobs, logprobs_of, verify
-from pdlab.trace import BlockMove, Capture
+from pdlab.trace import BlockMove, Capture, CollectiveRecord, RankSpan
 
 EXACT_ROW_TILE = 16
 PROMPT_LOGIT_ROWS = 128
@@ -50,6 +50,13 @@ class StepOutput:
     logits: Tensor | None = None
     captures: list[Capture] = field(default_factory=list)
     block_mass: dict[str, list[float]] = field(default_factory=dict)
+    collectives: list[CollectiveRecord] = field(default_factory=list)
+    """What ranks exchanged; here and in `rank_spans` times are those of `time.perf_counter`."""
+    rank_spans: list[RankSpan] = field(default_factory=list)
+
+
+class RunnerLost(RuntimeError):
+    """Something that a runner computes with is gone: it will run no batch any more."""
 
 
 OnLayer = Callable[[ScheduledBatch, int], None]
@@ -166,6 +173,9 @@ class ModelRunner:
             self.memory.cache.commit(self._plan)
             self._plan = None
 
+    def close(self) -> None:
+        """Give back what it holds."""
+
     def read_kv(self, block_table: list[int], layers: range, tokens: range, wire: Wire) -> Tensor:
         return pack(self.memory.cache, block_table, layers, tokens, wire)
 
@@ -202,7 +212,7 @@ class ModelRunner:
             for at in range(positions.start, positions.stop, PROMPT_LOGIT_ROWS):
                 tile = range(at, min(at + PROMPT_LOGIT_ROWS, positions.stop))
                 rows = [first_row + position - part.start for position in tile]
-                logits = self.model.decoder.logits(hidden[rows], row_tile=self.row_tile)
+                logits = self.logits(hidden, rows)
                 following = part.sequence.token_ids[tile.start + 1 : tile.stop + 1]
                 told = logprobs_of(logits, torch.tensor(following, device=logits.device), k)
                 found |= dict(zip((position + 1 for position in tile), told, strict=True))
@@ -227,18 +237,24 @@ class ModelRunner:
                 output.failed[sequence.sequence_id] = verdict.error
         clock.lap("sample")
 
+    def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        """Of some rows of what `compute` gave, float32 [num_rows, vocab_size]."""
+        return self.model.decoder.logits(hidden[rows], row_tile=self.row_tile)
+
     def compute(
         self,
         inputs: BatchInputs,
         clock: StageClock,
         observers: Sequence[LayerObserver] = (),
         batch: ScheduledBatch | None = None,
+        x: Tensor | None = None,
     ) -> Computed:
         """Run the model on a batch.
 
         Args:
             observers: are shown what each layer computes, for which torch must compute it.
             batch: what the inputs are of, for `on_layer`.
+            x: hidden states of the batch, where the model is a stage behind others.
         """
         plan = self._plan = self.memory.cache.write_plan(inputs.slot_mapping)
         on_layer = None
@@ -246,16 +262,17 @@ class ModelRunner:
             on_layer = partial(self.on_layer, batch)
         if self.fast and not observers and self.fast.takes(inputs):
             return self.fast.run(inputs, plan, clock, on_layer)
-        hidden = self._forward(inputs, plan, clock, observers, on_layer)
+        hidden = self._forward(inputs, x, plan, clock, observers, on_layer)
         if not inputs.sample_rows:
             return Computed(hidden, hidden.new_empty(0, self.model.config.vocab_size))
-        logits = self.model.decoder.logits(hidden[inputs.sample_rows], row_tile=self.row_tile)
+        logits = self.logits(hidden, inputs.sample_rows)
         clock.lap("logits")
         return Computed(hidden, logits)
 
     def _forward(
         self,
         inputs: BatchInputs,
+        x: Tensor | None,
         plan: WritePlan,
         clock: StageClock,
         observers: Sequence[LayerObserver],
@@ -280,9 +297,8 @@ class ModelRunner:
                 clock.lap("probe")
             return out
 
-        token_ids = torch.tensor(inputs.token_ids, dtype=torch.long, device=device)
+        if x is None:
+            x = torch.tensor(inputs.token_ids, dtype=torch.long, device=device)
         positions = torch.tensor(inputs.positions, dtype=torch.long, device=device)
         clock.lap("prepare")
-        return self.model.decoder(
-            token_ids, positions, attend, row_tile=self.row_tile, lap=clock.lap
-        )
+        return self.model.decoder(x, positions, attend, row_tile=self.row_tile, lap=clock.lap)

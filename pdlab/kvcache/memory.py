@@ -34,6 +34,7 @@ class KVMemory:
         num_swap_blocks: blocks in host memory.
         max_num_seqs: most sequences that hold blocks at once, over all engines.
         retention: which tokens stay in the cache.
+        cache_class: what holds the blocks, or knows who does.
 
     Raises:
         ValueError: there is not enough memory.
@@ -51,9 +52,10 @@ class KVMemory:
         head_groups: int = 1,
         max_num_seqs: int = 32,
         retention: Retention = KEEP_ALL,
+        cache_class: type[PagedKVCache] = PagedKVCache,
     ):
         def cache(blocks: int, place: torch.device | str, max_open: int, name: str) -> PagedKVCache:
-            return PagedKVCache(
+            return cache_class(
                 config,
                 blocks,
                 block_size,

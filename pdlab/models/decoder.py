@@ -35,6 +35,16 @@ Lap = Callable[[str], None]
 """Called with a stage's name when that stage of the forward pass ends."""
 
 
+Combine = Callable[[str, Tensor], Tensor]
+"""Makes a whole of what the ranks of a sharded decoder have computed each in part: the sum of
+`output` (of attention, projected) or of `mlp`, [num_tokens, hidden_size]."""
+
+
+def is_whole(part: str, x: Tensor) -> Tensor:
+    """What a layer that is not sharded combines."""
+    return x
+
+
 def no_lap(stage: str) -> None:
     """Keep no time."""
 
@@ -74,6 +84,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, **place: Any):
         super().__init__()
         self.config = config
+        self.combine: Combine = is_whole
         hidden, inner, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
         self.input_norm = RMSNorm(hidden, eps, **place)
         self.qkv = Linear(hidden, sum(config.qkv_sizes), config.qkv_bias, **place)
@@ -98,12 +109,12 @@ class DecoderLayer(nn.Module):
 
     def add_attended(self, x: Tensor, attended: Tensor) -> Tensor:
         """Add what attention returned, through its output projection."""
-        return x + self.output(attended.flatten(-2))
+        return x + self.combine("output", self.output(attended.flatten(-2)))
 
     def mlp(self, x: Tensor) -> Tensor:
         """Add the gated MLP (Shazeer 2020, SwiGLU)."""
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        return x + self.combine("mlp", self.down(F.silu(gate) * up))
 
 
 class Decoder(nn.Module):
@@ -145,9 +156,14 @@ class Decoder(nn.Module):
         return sum(p.numel() * p.element_size() for p in self.parameters())
 
     @torch.inference_mode()
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """What goes into the first layer, [num_tokens, hidden_size]."""
+        return self.embedding[token_ids]
+
+    @torch.inference_mode()
     def forward(
         self,
-        token_ids: Tensor,
+        x: Tensor,
         positions: Tensor,
         attend: Attend,
         *,
@@ -157,12 +173,14 @@ class Decoder(nn.Module):
         """Hidden states after the last layer, [num_tokens, hidden_size], before the final norm.
 
         Args:
-            token_ids, positions: [num_tokens], int64, on this model's device.
+            x: token ids, int64 [num_tokens]; or hidden states, as `embed` gives them.
+            positions: int64 [num_tokens], on this model's device.
             attend: attention, called once a layer.
             row_tile: see `in_row_tiles`; None gives all rows at once.
             lap: told when a stage ends: embed, qkv, attention, output (its projection), mlp.
         """
-        x = self.embedding[token_ids]
+        if x.ndim == 1:
+            x = self.embed(x)
         cos, sin = self.cos[positions], self.sin[positions]
         lap("embed")
         for index, layer in enumerate(self.layers):
@@ -190,7 +208,7 @@ class Decoder(nn.Module):
         Raises:
             ValueError: a name is missing or unknown, or a shape does not fit.
         """
-        places = self._places()
+        places = self.named_weights()
         missing = set(places)
         for name, tensor in tensors:
             if name.endswith("rotary_emb.inv_freq"):
@@ -210,7 +228,7 @@ class Decoder(nn.Module):
         if missing:
             raise ValueError(f"{len(missing)} weights are missing, first: {sorted(missing)[0]!r}")
 
-    def _places(self) -> dict[str, Tensor]:
+    def named_weights(self) -> dict[str, Tensor]:
         """Hugging Face name of every weight, and the (view of a) tensor it belongs in."""
         c = self.config
         places: dict[str, Tensor] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -66,6 +66,16 @@ class Model:
     source: str
     license: str
     packed: PackedWeights | None = None
+
+    @property
+    def outline(self) -> Model:
+        """The same without weights and tokenizer, as `load_outline` has it; small enough to send.
+
+        `device` stays that of the weights.
+        """
+        device = torch.device("cpu") if self.device == NOWHERE else self.device
+        decoder = Decoder(self.config, self.dtype, NOWHERE)
+        return replace(self, decoder=decoder, tokenizer=None, device=device, packed=None)
 
     @property
     def weights(self) -> str:
@@ -167,25 +177,61 @@ def load_outline(
     return _load(name, NOWHERE, torch.float32, progress)
 
 
+def weights_by_name(
+    name: str | PathLike[str], dtype: torch.dtype, device: torch.device
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, tensor) of every weight of a model, one at a time, for who keeps a part.
+
+    Args:
+        name: as of `load`.
+        dtype, device: where weights are not stored but drawn, as they are drawn for these.
+
+    Raises:
+        ValueError, FetchError: as `load`.
+    """
+    return _found(name, progress=False).weights(dtype, device)
+
+
 def _load(
     name: str | PathLike[str], target: torch.device, kind: torch.dtype, progress: bool
 ) -> Model:
+    found = _found(name, progress)
+    decoder = Decoder(found.config, kind, target)
+    tokenizer = found.tokenizer()
+    if target != NOWHERE:
+        decoder.load_weights(found.weights(kind, target))
+    return Model(
+        fspath(name), found.config, decoder, tokenizer, target, kind, found.source, found.license
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a name stands for; nothing big is read yet."""
+
+    config: ModelConfig
+    weights: Callable[[torch.dtype, torch.device], Iterable[tuple[str, torch.Tensor]]]
+    tokenizer: Callable[[], Tokenizer | None]
+    source: str
+    license: str = "see source"
+
+
+def _found(name: str | PathLike[str], progress: bool) -> _Found:
     if not isinstance(name, str | PathLike):
         raise ValueError(f"name={name!r} must be a name or a path")
     name = fspath(name)
     if name == catalog.DEFAULT_MODEL:
         source = f"{SMOLLM2_WHEEL.member} from {SMOLLM2_WHEEL.requirement}"
-        directory = default_model_directory(progress=progress)
-        return _from_directory(name, directory, target, kind, source, "Apache-2.0")
+        return _in_directory(default_model_directory(progress=progress), source, "Apache-2.0")
     if name.startswith(catalog.RANDOM):
-        return _random(name, target, kind)
+        return _at_random(name)
     path = Path(name).expanduser()
     if name and path.is_dir():
-        return _from_directory(name, path, target, kind, str(path))
+        return _in_directory(path, str(path))
     if path.is_file():
-        return _from_gguf(name, path, target, kind)
+        return _in_gguf(path)
     if is_hub_id(name) and path.suffix != ".gguf":
-        return _from_directory(name, fetch_from_hub(name), target, kind, f"hub: {name}")
+        return _in_directory(fetch_from_hub(name), f"hub: {name}")
     raise ValueError(
         f"no model is called {name!r}, and no such file or directory exists. Known names: "
         f"{', '.join(entry.name for entry in catalog.available())}"
@@ -240,48 +286,43 @@ def default_model_directory(*, progress: bool = True) -> Path:
     return directory
 
 
-def _from_directory(
-    name: str,
-    directory: Path,
-    device: torch.device,
-    dtype: torch.dtype,
-    source: str,
-    license: str = "see source",
-) -> Model:
+def _in_directory(directory: Path, source: str, license: str = "see source") -> _Found:
     config = checkpoint.config_from_directory(directory)
-    tokenizer = tokenizer_from_directory(directory, config.eos_token_ids)
-    decoder = _filled(config, checkpoint.weights_from_directory(directory), device, dtype)
-    return Model(name, config, decoder, tokenizer, device, dtype, source, license)
+    return _Found(
+        config,
+        lambda dtype, device: checkpoint.weights_from_directory(directory),
+        lambda: tokenizer_from_directory(directory, config.eos_token_ids),
+        source,
+        license,
+    )
 
 
-def _from_gguf(name: str, path: Path, device: torch.device, dtype: torch.dtype) -> Model:
-    """Dequantize in memory: nothing is written, and a GGUF file may be bigger than the cache."""
+def _in_gguf(path: Path) -> _Found:
+    """Dequantized in memory: nothing is written, and a GGUF file may be bigger than the cache."""
     file = GGUFFile(path)
     config = config_from_gguf(file)
-    tokenizer = tokenizer_from_settings(
-        tokenizer_from_gguf(file.metadata), tokenizer_settings(file.metadata), config.eos_token_ids
+    return _Found(
+        config,
+        lambda dtype, device: weights_from_gguf(file, config),
+        lambda: tokenizer_from_settings(
+            tokenizer_from_gguf(file.metadata),
+            tokenizer_settings(file.metadata),
+            config.eos_token_ids,
+        ),
+        str(path),
+        file.metadata.get("general.license", "see source"),
     )
-    decoder = _filled(config, weights_from_gguf(file, config), device, dtype)
-    license = file.metadata.get("general.license", "see source")
-    return Model(name, config, decoder, tokenizer, device, dtype, str(path), license)
 
 
-def _random(name: str, device: torch.device, dtype: torch.dtype) -> Model:
+def _at_random(name: str) -> _Found:
     config = catalog.shape(name.removeprefix(catalog.RANDOM))
-    decoder = _filled(config, random_weights(config, dtype, device), device, dtype)
-    return Model(name, config, decoder, None, device, dtype, "drawn at random", "none")
-
-
-def _filled(
-    config: ModelConfig,
-    weights: Iterable[tuple[str, torch.Tensor]],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Decoder:
-    decoder = Decoder(config, dtype, device)
-    if device != NOWHERE:
-        decoder.load_weights(weights)
-    return decoder
+    return _Found(
+        config,
+        lambda dtype, device: random_weights(config, dtype, device),
+        lambda: None,
+        "drawn at random",
+        "none",
+    )
 
 
 def _device(device: str | torch.device) -> torch.device:

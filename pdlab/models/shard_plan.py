@@ -15,6 +15,7 @@ even: what does not divide leaves the first ranks one more.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from pdlab.models.config import ModelConfig
 from pdlab.requirements import require_int
@@ -26,7 +27,7 @@ def cut(total: int, parts: int) -> list[range]:
     """0 to `total` in `parts` ranges, the first ones longer by one where it is not even."""
     size, rest = divmod(total, parts)
     ends = [size * i + min(i, rest) for i in range(parts + 1)]
-    return [range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(ends)]
 
 
 @dataclass(frozen=True)

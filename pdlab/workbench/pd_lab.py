@@ -9,11 +9,11 @@ from typing import Any
 import traitlets
 
 from pdlab.costmodel import StepTimes
-from pdlab.disagg.hosts.spec import physical_cores
 from pdlab.disagg.router import TRANSFERS
 from pdlab.disagg.serving import ClusterRun
 from pdlab.disagg.simulated.search import MODES
 from pdlab.engine import EngineConfig
+from pdlab.machine import physical_cores
 from pdlab.models import Model
 from pdlab.requirements import require_choice, require_int
 from pdlab.workbench.background import Background, Report

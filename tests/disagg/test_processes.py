@@ -20,11 +20,12 @@ from multiprocessing.connection import wait
 import pytest
 
 from pdlab import Engine, EngineConfig, Policy, SamplingParams, load
+from pdlab.child import SocketChannel, process
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.hosts import processes
 from pdlab.disagg.hosts.host import WorkerDied
 from pdlab.disagg.hosts.loop import Answer, Ask, serve
-from pdlab.disagg.hosts.processes import ProcessHost, SocketChannel, process_cluster
+from pdlab.disagg.hosts.processes import ProcessHost, process_cluster
 from pdlab.disagg.hosts.spec import TransportSpec, WorkerSpec, local_specs, make_worker
 from pdlab.disagg.messages import (
     Abort,
@@ -352,7 +353,7 @@ def test_what_is_not_read_holds_nobody_up():
 
 
 def test_who_does_not_end_is_ended(monkeypatch):
-    monkeypatch.setattr(processes, "CLOSE_S", 0.05)
+    monkeypatch.setattr(process, "CLOSE_S", 0.05)
     with stopped() as host:
         host.close()
         assert host.process.returncode == -signal.SIGKILL

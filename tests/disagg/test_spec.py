@@ -7,18 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from pdlab import EngineConfig
-from pdlab.disagg.hosts import spec as spec_module
+from pdlab import EngineConfig, machine
 from pdlab.disagg.hosts.spec import (
     TransportSpec,
     WorkerSpec,
     deal_cores,
     local_specs,
     make_worker,
-    physical_cores,
 )
 from pdlab.disagg.transport.in_process import Switchboard
 from pdlab.link import LINKS
+from pdlab.machine import physical_cores
 from tests.helpers import random_model
 
 TOKEN = "a token of the cluster"
@@ -139,10 +138,8 @@ def test_processors_of_one_core_stay_together(monkeypatch, tmp_path):
                 raise FileNotFoundError(self.cpu)
             return siblings[self.cpu] + "\n"
 
-    monkeypatch.setattr(spec_module, "Path", FakePath)
-    monkeypatch.setattr(
-        spec_module.os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4}, raising=False
-    )
+    monkeypatch.setattr(machine, "Path", FakePath)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4}, raising=False)
     assert physical_cores() == [(0, 2), (1, 3), (4,)]
 
 

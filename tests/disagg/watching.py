@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, uint8
 
 from pdlab import Engine
-from pdlab.disagg.hosts import processes
+from pdlab.child import process
 from pdlab.disagg.hosts.ranks import Meeting, serve_rank
 from pdlab.disagg.hosts.spec import WorkerSpec
 
-CALL = "main(descriptor)"
-BOOT = processes.BOOT.replace(CALL, f"from {__name__} import watch_all\nwatch_all()\n{CALL}")
+CALL = "import_module(module).main(descriptor)"
+BOOT = process.BOOT.replace(CALL, f"from {__name__} import watch_all\nwatch_all()\n{CALL}")
 """What the interpreter of a worker runs whose engine is watched."""
 
 

@@ -262,6 +262,7 @@ class Desk:
             activations=None,
             wasted=booked.wasted,
             spans=[],
+            epoch_s=0,
         )
 
     def check_told(self, record: StepRecord) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 from pdlab.disagg.transport.in_process import InProcess, Switchboard
@@ -17,6 +13,7 @@ from pdlab.disagg.transport.sockets import MIN_TOKEN_CHARS, SocketTransport, new
 from pdlab.disagg.worker import ROLES, Role, Worker
 from pdlab.engine import Engine, EngineConfig
 from pdlab.link import Link
+from pdlab.machine import deal, physical_cores
 from pdlab.models import Model, load
 from pdlab.models.catalog import DEFAULT_MODEL
 from pdlab.models.loading import AUTO, DTYPES
@@ -295,30 +292,6 @@ def deal_cores(
     if len(cores) > 2 * num_workers:
         cores = cores[1:]
     if len(cores) == 1 or not num_prefill or not num_decode:
-        return _deal(num_workers, cores)
+        return deal(num_workers, cores)
     num_first = min(max(1, round(len(cores) * num_prefill / num_workers)), len(cores) - 1)
-    return _deal(num_prefill, cores[:num_first]) + _deal(num_decode, cores[num_first:])
-
-
-def _deal(num_workers: int, cores: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    if len(cores) < num_workers:
-        return [[cores[i % len(cores)]] for i in range(num_workers)]
-    ends = [math.floor(i * len(cores) / num_workers) for i in range(num_workers + 1)]
-    return [list(cores[a:b]) for a, b in pairwise(ends)]
-
-
-def physical_cores() -> list[tuple[int, ...]]:
-    """The cores that this process may use, each with the processors that it appears as."""
-    try:
-        cpus = sorted(os.sched_getaffinity(0))
-    except AttributeError:  # only Linux tells
-        cpus = list(range(os.cpu_count() or 1))
-    cores: dict[str, list[int]] = {}
-    for cpu in cpus:
-        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            siblings = path.read_text().strip()
-        except OSError:
-            siblings = str(cpu)
-        cores.setdefault(siblings, []).append(cpu)
-    return [tuple(core) for core in cores.values()]
+    return deal(num_prefill, cores[:num_first]) + deal(num_decode, cores[num_first:])

@@ -1,4 +1,4 @@
-"""Messages between a router and a worker's process."""
+"""Messages between a process and one that it has started."""
 
 from __future__ import annotations
 
