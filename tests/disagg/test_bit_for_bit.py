@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdlab import Engine, EngineConfig, load
 from pdlab.attention import ExactAttention
-from pdlab.child import process
+from pdlab.child import process as child_process
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.hosts.host import LocalHost
 from pdlab.disagg.hosts.processes import process_cluster
@@ -78,7 +78,7 @@ def test_over_every_transport(body: str, blocks: tuple[int, int], transfer: str)
 def test_between_processes(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     need(kind)
     monkeypatch.syspath_prepend(str(ROOT))  # for the children to find these tests
-    monkeypatch.setattr(process, "BOOT", BOOT)
+    monkeypatch.setattr(child_process, "BOOT", BOOT)
     transport = TransportSpec(kind, {"token": new_token()})
     with process_cluster(load(PROCESS_MODEL), pair_of(transport)) as cluster:
         check_both_ways(cluster)

@@ -169,9 +169,12 @@ def test_packed_weights_and_shared_memory_are_refused() -> None:
     memory = Engine.memory_for(random_model(ODD), on_threads(1, 1))
     with pytest.raises(ValueError, match="ranks keep K and V of their own"):
         Engine(random_model(ODD), config, memory=memory)
-    with Engine(random_model(ODD), config) as engine:
-        with pytest.raises(ValueError, match="cannot look into 2 ranks"), engine.probe():
-            pass
+    with (
+        Engine(random_model(ODD), config) as engine,
+        pytest.raises(ValueError, match="cannot look into 2 ranks"),
+        engine.probe(),
+    ):
+        pass
 
 
 def test_a_vocabulary_smaller_than_its_ranks_is_refused() -> None:
@@ -197,9 +200,10 @@ def test_a_rank_that_fails_ends_all_requests_and_nothing_hangs(
             engine.step()
         is_broken.set()
         stream = engine.stream(PROMPTS[2], PARAMS[0])
+        if overlap:  # one was computed before
+            engine.step()
         with pytest.raises(RankLost, match=r"rank 2 of 4 failed(.|\n)*out of order"):
-            for _ in range(4):
-                engine.step()
+            engine.step()
         outputs = [engine.collect(name) for name in running]
         assert [output.finish_reason for output in outputs] == ["error", "error"]
         assert all(isinstance(output.error, RunnerLost) for output in outputs)
