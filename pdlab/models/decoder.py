@@ -10,7 +10,7 @@ about blocks, sequences or phases.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +35,14 @@ Lap = Callable[[str], None]
 """Called with a stage's name when that stage of the forward pass ends."""
 
 
-Combine = Callable[[str, Tensor], Tensor]
-"""Makes a whole of what the ranks of a sharded decoder have computed each in part: the sum of
-`output` (of attention, projected) or of `mlp`, [num_tokens, hidden_size]."""
+Part = Literal["embed", "output", "mlp"]
+"""What the ranks of a sharded decoder compute each in part: the embedding, the projection of what
+attention returned, the MLP."""
+Combine = Callable[[Part, Tensor], Tensor]
+"""Makes a whole of such parts: their sum over the ranks, [num_tokens, hidden_size]."""
 
 
-def is_whole(part: str, x: Tensor) -> Tensor:
+def is_whole(part: Part, x: Tensor) -> Tensor:
     """What a layer that is not sharded combines."""
     return x
 

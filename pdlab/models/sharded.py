@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from pdlab.models.config import ModelConfig
-from pdlab.models.decoder import Decoder, empty_weight
+from pdlab.models.decoder import Decoder, Part, empty_weight
 from pdlab.models.shard_plan import Shard
 
-CombineRanks = Callable[[str, int | None, Tensor], Tensor]
-"""The sum over the ranks of a stage: of which part (`embed`, `output` or `mlp`), of which of the
-model's layers, and this rank's share, [num_tokens, hidden_size]."""
+CombineRanks = Callable[[Part, int | None, Tensor], Tensor]
+"""The sum over the ranks of a stage: of which part, of which of the model's layers (None for the
+embedding), and this rank's share, [num_tokens, hidden_size]."""
 LAYERS = "model.layers."
 OUTPUT_ROWS = {"q_proj": "heads", "k_proj": "kv_heads", "v_proj": "kv_heads"}
 OUTPUT_ROWS |= {"gate_proj": "mlp", "up_proj": "mlp"}
@@ -63,7 +63,7 @@ class ShardedDecoder(Decoder):
         x[theirs] = 0
         return self._combine("embed", None, x)
 
-    def _combine_in(self, layer: int, part: str, x: Tensor) -> Tensor:
+    def _combine_in(self, layer: int, part: Part, x: Tensor) -> Tensor:
         assert self._combine
         return self._combine(part, layer, x)
 

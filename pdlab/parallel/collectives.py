@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,9 +19,7 @@ from torch import Tensor
 from pdlab.costmodel import is_one_shot
 from pdlab.models.shard_plan import Shard, ShardPlan, cut
 from pdlab.parallel.wires import Wires
-from pdlab.trace import CollectiveRecord
-
-Kind = Literal["all_reduce", "gather", "send"]
+from pdlab.trace import CollectiveKind, CollectivePart, CollectiveRecord
 
 
 class Communicator:
@@ -42,13 +39,13 @@ class Communicator:
         """A step: forget what was recorded before."""
         self.records, self.micro_batch = [], 0
 
-    def all_reduce(self, part: str, layer: int | None, x: Tensor) -> Tensor:
+    def all_reduce(self, part: CollectivePart, layer: int | None, x: Tensor) -> Tensor:
         """The sum of what the ranks of this stage have, [num_rows, num_columns] on each."""
         x = x.contiguous()
         method = self._one_shot if is_one_shot(len(self._stage), x.nbytes) else self._two_shot
         return self._recorded("all_reduce", part, layer, x, method)
 
-    def gather(self, part: str, x: Tensor) -> Tensor | None:
+    def gather(self, part: CollectivePart, x: Tensor) -> Tensor | None:
         """On the stage's first rank the columns of all, side by side; None on the others.
 
         Args:
@@ -125,8 +122,8 @@ class Communicator:
 
     def _recorded(
         self,
-        kind: Kind,
-        part: str,
+        kind: CollectiveKind,
+        part: CollectivePart,
         layer: int | None,
         x: Tensor,
         exchange: Callable[[Tensor], tuple[Tensor, int]],

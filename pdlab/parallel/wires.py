@@ -66,10 +66,10 @@ class Mail:
             raise ConnectionError(f"rank {source} is gone")
         return x
 
-    def hang_up(self, rank: int) -> None:
-        """Let all who wait for this rank know that it is gone."""
+    def hang_up(self, rank: int | None = None) -> None:
+        """Let all who wait for this rank, or for any, know that it is gone."""
         for source, target in self._queues:
-            if source == rank:
+            if rank in (None, source):
                 self.put(source, target, None)
 
 

@@ -142,11 +142,15 @@ class Span(NamedTuple):
         return self.start_s + self.wall_s
 
 
+CollectiveKind = Literal["all_reduce", "gather", "send"]
+CollectivePart = Literal["embed", "output", "mlp", "logits", "hidden"]
+
+
 class CollectiveRecord(NamedTuple):
     """What one rank of a parallel engine exchanged with others. Times on the engine's clock."""
 
-    kind: Literal["all_reduce", "gather", "send"]
-    part: Literal["embed", "output", "mlp", "logits", "hidden"]
+    kind: CollectiveKind
+    part: CollectivePart
     """What was exchanged: partial sums of the embedding, of attention's output projection or of the
     MLP; slices of the logits; or hidden states, from stage to stage."""
     rank: int

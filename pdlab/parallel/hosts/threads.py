@@ -29,7 +29,7 @@ class ThreadLine:
     ):
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._hang_up = partial(mail.hang_up, number)
+        self._mail = mail
         weights = model.decoder.named_weights().items()
         make = partial(Rank, plan, number, model, weights, config, mail.wires(number))
         self._thread = threading.Thread(
@@ -53,10 +53,9 @@ class ThreadLine:
 
     def close(self, force: bool) -> None:
         self._inbox.put(None)
-        if force:
-            self._hang_up()
-        else:
-            self._thread.join(CLOSE_S)
+        if force:  # whoever waits for this rank, or for one that waits for it, would do so in vain
+            self._mail.hang_up()
+        self._thread.join(CLOSE_S)
 
 
 class _Replies:
