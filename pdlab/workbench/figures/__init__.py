@@ -17,6 +17,11 @@ from pdlab.workbench.figures.latency import (
 )
 from pdlab.workbench.figures.memory import block_grid, kv_occupancy
 from pdlab.workbench.figures.overlap import overlap_timeline
+from pdlab.workbench.figures.parallel import (
+    collectives_of_step,
+    pipeline_timeline,
+    shard_map,
+)
 from pdlab.workbench.figures.replay import fragmentation, hit_rate_by_blocks
 from pdlab.workbench.figures.roofline import roofline
 from pdlab.workbench.figures.serving import (
@@ -52,6 +57,7 @@ __all__ = [
     "block_grid",
     "break_even_figure",
     "cluster_timeline",
+    "collectives_of_step",
     "comparison_figure",
     "draft_length_figure",
     "error_heatmap",
@@ -71,6 +77,7 @@ __all__ = [
     "overlap_timeline",
     "own_work_figure",
     "perplexity_by_position",
+    "pipeline_timeline",
     "plans_figure",
     "predicted_speedups",
     "queue_figure",
@@ -78,6 +85,7 @@ __all__ = [
     "rejection_figure",
     "roofline",
     "rows_figure",
+    "shard_map",
     "stage_breakdown",
     "step_rows",
     "step_timeline",
