@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import traitlets
@@ -139,19 +137,3 @@ def refuse_unknown(values: Iterable[str], settable: Iterable[str]) -> None:
     for name in values:
         if name not in settable:
             raise ValueError(f"{name} is not one of {', '.join(settable)}")
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Python's garbage collector rests inside the `with` block.
-
-    A simulation makes so many objects that it starts the collector, which then looks at all that
-    there are. In a notebook's kernel that may take longer than the simulation.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -15,7 +15,7 @@ from pdlab.engine.policies import POLICIES, Policy
 from pdlab.models import Model
 from pdlab.requirements import require_choice, require_int
 from pdlab.workbench.background import Background, Report
-from pdlab.workbench.lab import NOTHING, Lab, refuse_unknown, uncollected
+from pdlab.workbench.lab import NOTHING, Lab, refuse_unknown
 from pdlab.workbench.policy_lab_data import (
     DESCRIPTIONS,
     MOST_REQUESTS,
@@ -31,6 +31,7 @@ from pdlab.workbench.policy_lab_data import (
 )
 from pdlab.workbench.policy_lab_run import RealRun
 from pdlab.workload.serving import SLO, ServingRun
+from pdlab.workload.simulation import uncollected
 from pdlab.workload.step_calibration import measured_step_times
 
 HERE, THERE = "this machine", "A100, OPT-13B (published fit)"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence as Several
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
@@ -45,7 +48,25 @@ def simulate(
     engine = SimulatedEngine(config, step_times, leaps=leaps)
     if isinstance(arrivals, Several):
         arrivals = OpenLoop(arrivals)
-    return _Simulation(arrivals, engine).run()
+    with uncollected():
+        return _Simulation(arrivals, engine).run()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Python's garbage collector rests inside the `with` block, and is then as it was.
+
+    A simulation makes millions of records and next to no cycles of them. As they become many the
+    collector looks at all that there are, which in a notebook's kernel may take longer than the
+    simulation.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Simulation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import suppress
 from dataclasses import replace
 
@@ -183,6 +184,33 @@ def test_a_policy_without_a_rank_ends_the_simulation():
         config = EngineConfig(policy=Broken(changes), preemption="recompute")
         with pytest.raises(PolicyError, match="no rank for r1: ZeroDivisionError"):
             simulate([TraceRequest(0, 4, 3), TraceRequest(0, 5, 3)], config, ONE_S)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_rests_and_is_then_as_it_was(enabled):
+    seen = []
+
+    class Times:
+        basis = "looks at the collector"
+
+        def step_s(self, shape):
+            seen.append(gc.isenabled())
+            return 1 / 0 if len(seen) > 5 else 1.0
+
+    def run(num_output_tokens):
+        requests = [TraceRequest(0, 4, num_output_tokens)]
+        simulate(requests, EngineConfig(preemption="recompute"), Times())
+
+    (gc.enable if enabled else gc.disable)()
+    try:
+        run(3)
+        assert gc.isenabled() is enabled
+        with pytest.raises(ZeroDivisionError):
+            run(9)
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+    assert seen == [False] * 6
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])

@@ -10,10 +10,8 @@ whom something has come.
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from heapq import heappop, heappush
 from typing import Any
@@ -29,7 +27,7 @@ from pdlab.engine import RequestMetrics
 from pdlab.requirements import require_number
 from pdlab.workload.arrivals import Arrivals, OpenLoop
 from pdlab.workload.serving import ServedRequest, StepSpan
-from pdlab.workload.simulation import state_of
+from pdlab.workload.simulation import state_of, uncollected
 from pdlab.workload.traces import TraceRequest
 
 LONG_S = 1e9
@@ -73,20 +71,8 @@ def simulate_cluster(
         simulation.at(time_s, simulation.kill, name)
     if control is not None:
         simulation.look_every(look_s, control(simulation.router))
-    with _no_collection():
+    with uncollected():
         return simulation.run()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A simulation makes millions of records and next to no cycles of them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Router(Router):
