@@ -327,6 +327,7 @@ class Scheduler:
         self._num_phase_steps = self._num_phase_steps + 1 if batch.made_wait else 0
         freed: list[int] = []
         size, drops = self.kv.pool.block_size, self.kv.retention.window is not None
+        running = SequenceState.RUNNING
         for part in batch.scheduled:
             sequence, end = part.sequence, part.kept_end
             sequence.num_computed_tokens = end
@@ -337,17 +338,17 @@ class Scheduler:
                 self.kv.register(sequence)
             if drops:
                 freed += self.kv.drop_unseen(sequence)
+            if part.samples:
+                sequence.state = running
             if part.forks:
                 self._seat(part.forks, behind=sequence)
-            if part.samples:
-                for drawer in (sequence, *part.forks):
-                    drawer.state = SequenceState.RUNNING
         return freed
 
     def _seat(self, forks: list[Sequence], behind: Sequence) -> None:
         """Start the other samples of a prompt that is now computed, sharing all its blocks."""
         for fork in forks:
             self.kv.fork(behind, fork)
+            fork.state = SequenceState.RUNNING
         seat = self.running.index(behind) + 1
         self.running[seat:seat] = forks
         behind.forks = []
@@ -396,12 +397,15 @@ class Scheduler:
         Args:
             token_id: what each of them samples.
         """
+        kv, size, token_ids = self.kv, self.kv.pool.block_size, [token_id] * num_steps
         for part in batch.scheduled:
             sequence = part.sequence
-            self.kv.grow(sequence, num_steps)
+            if not kv.has_slot(sequence, num_steps):
+                kv.grow(sequence, num_steps)
             sequence.num_computed_tokens += num_steps
-            sequence.token_ids += [token_id] * num_steps
-            self.kv.register(sequence)
+            sequence.token_ids += token_ids
+            if sequence.num_computed_tokens // size > len(sequence.prefixes):
+                kv.register(sequence)
         if batch.made_wait:
             self._num_phase_steps += num_steps
 

@@ -227,12 +227,13 @@ class KVManager:
         new = blocks_for(end, self.pool.block_size) - len(holder.block_table)
         return (new if new > 0 else 0) + self._writes_shared(holder)
 
-    def has_slot(self, holder: Holder) -> bool:
-        """Whether the next token has a slot in a block that nobody else holds or may find: then
-        `grow` by one token would change nothing. Mostly so, and quicker to ask."""
-        index = holder.num_computed_tokens // self.pool.block_size
-        table = holder.block_table
-        return index < len(table) and self.pool.is_private(table[index])
+    def has_slot(self, holder: Holder, num_tokens: int = 1) -> bool:
+        """Whether the next tokens have slots, in blocks that nobody else holds or may find: then
+        `grow` by so many would change nothing. Mostly so, and quicker to ask."""
+        first, size, table = holder.num_computed_tokens, self.pool.block_size, holder.block_table
+        return first + num_tokens <= len(table) * size and self.pool.is_private(
+            table[first // size]
+        )
 
     def _writes_shared(self, holder: Holder) -> bool:
         """Whether the next token's slot is in a block that somebody else holds too."""

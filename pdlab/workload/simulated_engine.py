@@ -163,8 +163,9 @@ class SimulatedEngine:
         if plan.is_leap:
             self.scheduler.repeat(plan.batch, len(plan.ends_s), TOKEN)
         else:
-            for drawer in plan.batch.drawers:
-                drawer.token_ids.append(TOKEN)
+            for part in plan.batch.scheduled:
+                if part.samples:  # there are no forks
+                    part.sequence.token_ids.append(TOKEN)
             self.scheduler.update(plan.batch)
         outcome = Outcome(self._span(plan, num_free), plan.sampled, plan.ends_s)
         self._hand_out(outcome)

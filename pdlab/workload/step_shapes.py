@@ -16,25 +16,28 @@ LARGEST_GAP = 0.05
 
 def shape_of(batch: ScheduledBatch) -> StepShape:
     """The shape of a step that the scheduler planned."""
-    return _shape((part.phase == "decode", part.start, part.end) for part in batch.scheduled)
+    return _shape((p.phase == "decode", p.start, p.num_tokens) for p in batch.scheduled)
 
 
 def shape_of_record(step: StepRecord) -> StepShape:
     """The shape of a step that the engine recorded."""
-    return _shape((s.phase == "decode", s.start, s.end) for s in step.sequences if s.num_tokens)
+    computed = [s for s in step.sequences if s.num_tokens]
+    return _shape((s.phase == "decode", s.start, s.end - s.start) for s in computed)
 
 
 def _shape(parts: Iterable[tuple[bool, int, int]]) -> StepShape:
     prompts = tokens = pairs = decodes = context = longest = 0
-    for is_decode, start, end in parts:
+    for is_decode, start, num_tokens in parts:
         if is_decode:
+            end = start + num_tokens
             decodes += 1
             context += end
-            longest = max(longest, end)
+            if end > longest:  # called millions of times in a simulation
+                longest = end
         else:
             prompts += 1
-            tokens += end - start
-            pairs += causal_pairs(start, end - start)
+            tokens += num_tokens
+            pairs += causal_pairs(start, num_tokens)
     return StepShape(prompts, tokens, pairs, decodes, context, longest)
 
 
