@@ -3,10 +3,11 @@
 Every rank computes its shard under the roofline of `predict`, beside the others. What they tell
 each other comes on top, after the operations it belongs to and hidden by none:
 
-    a collective   rounds x latency + bytes / bandwidth of the rank with the most bytes
-    a send         from stage to stage, as on a link of its own: the sender goes on meanwhile
+    a collective   rounds x latency + bytes / bandwidth, of the rank that sends most
+    a send         from stage to stage: the sender goes on meanwhile
 
-Each rank has its own link to the others, as fast in both directions, whatever the others send.
+What one rank sends goes over a link of its own, one after the other; what several send to one does
+not wait for each other.
 
 With p stages a step is cut into m micro-batches, which follow each other through the stages. If all
 take the same slot, the step takes m + p - 1 slots, and of these each stage spends p - 1 without
@@ -246,8 +247,8 @@ def _collective_s(plan: ShardPlan, each: Collective, num_sampled: int, link: Lin
     """Seconds of a collective for a stage's first rank; a send is the pipeline's matter."""
     if each.kind == "send":
         return 0.0
-    if each.kind == "gather":  # the first rank receives what all others send
-        received = num_sampled * plan.config.vocab_size * LOGIT_BYTES - each.num_bytes
-        return link.transfer_s(received)
+    if each.kind == "gather":  # the first rank waits for the others, of which the second has most
+        most = cut(plan.config.vocab_size, plan.tensor_parallel)[1]
+        return link.transfer_s(num_sampled * len(most) * LOGIT_BYTES)
     rounds = 1 if is_one_shot(plan.tensor_parallel, each.num_bytes) else 2
     return rounds * link.latency_s + each.wire_bytes / link.bandwidth_bytes_s

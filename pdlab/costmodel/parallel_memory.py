@@ -70,15 +70,11 @@ def stage_config(plan: ShardPlan, shard: Shard) -> ModelConfig:
 def rank_weight_bytes(plan: ShardPlan, element_bytes: float) -> list[int]:
     """Bytes of weights on each rank.
 
-    Norms, and biases of what is summed up, are on every rank of a stage, and the final norm on
-    those of the last. The embedding is on the first stage and the head on the last: a tied one is
-    on both, unless they are one stage.
+    Norms are on every rank, and of a stage's layers also the biases of what is summed up. The
+    embedding is on the first stage and the head on the last: a tied one is on both, unless they are
+    one stage.
     """
-    final_norm = round(plan.config.hidden_size * element_bytes)
-    return [
-        weight_bytes(stage_config(plan, s), element_bytes) - (0 if s.has_head else final_norm)
-        for s in plan.shards
-    ]
+    return [weight_bytes(stage_config(plan, s), element_bytes) for s in plan.shards]
 
 
 def rank_kv_bytes_per_token(plan: ShardPlan, element_bytes: float) -> list[float]:

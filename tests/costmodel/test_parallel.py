@@ -49,15 +49,15 @@ def test_one_rank_holds_the_whole_model() -> None:
 
 
 def test_a_tied_matrix_lies_on_the_first_and_on_the_last_stage() -> None:
-    """3 layers on 2 stages are 2 + 1; the last has the final norm as well."""
+    """3 layers on 2 stages are 2 + 1; the final norm is on both."""
     matrix = 97 * HIDDEN
     for config in (TINY, TINY_TIED):
         held = rank_weight_bytes(ShardPlan(config, 1, 2), 4)
-        assert held == [4 * (2 * LAYER + matrix), 4 * (LAYER + HIDDEN + matrix)]
+        assert held == [4 * (2 * LAYER + HIDDEN + matrix), 4 * (LAYER + HIDDEN + matrix)]
 
 
 def test_a_stage_in_the_middle_has_neither_embedding_nor_head() -> None:
-    assert rank_weight_bytes(ShardPlan(TINY, 1, 3), 2)[1] == 2 * LAYER
+    assert rank_weight_bytes(ShardPlan(TINY, 1, 3), 2)[1] == 2 * (LAYER + HIDDEN)
 
 
 def test_ranks_of_a_stage_share_all_but_the_norms() -> None:
@@ -124,11 +124,13 @@ def test_all_reduces_cost_their_rounds_and_bytes(round_machine: Hardware) -> Non
 
 
 def test_a_large_all_reduce_of_three_ranks_takes_two_rounds(round_machine: Hardware) -> None:
-    """1,000 rows of 24 columns, 8 for each rank: 16 sent for the sums, and 8 to each of two."""
+    """1,000 rows of 24 columns, 8 for each rank: 16 sent for the sums, and 8 to each of two. Of one
+    row's 97 logits, 32 come from the second rank and, at the same time, 32 from the third."""
     plan = ShardPlan(replace(TINY, num_heads=3, num_kv_heads=3), 3)
-    pieces = [([Chunk(0, 1000)], 0)]
+    pieces = [([Chunk(0, 1000)], 1)]
     step = predict_step(plan, pieces, round_machine, WIRE, "fp32", FP32)
-    assert step.collective_s == pytest.approx(7 * (2 * 0.5 + 1000 * 4 * (16 + 2 * 8) / 100))
+    sums_s = 7 * (2 * 0.5 + 1000 * 4 * (16 + 2 * 8) / 100)
+    assert step.collective_s == pytest.approx(sums_s + 0.5 + 32 * 4 / 100)
 
 
 def test_equal_stages_take_gpipes_slots() -> None:
