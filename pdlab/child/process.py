@@ -92,6 +92,7 @@ class Child:
         told: its first message.
         cores: that it is to run on; None for those of this process.
         environment: variables that differ from this process's.
+        descriptors: that it inherits, under the same numbers.
 
     Raises:
         ValueError: a core is not ours to use, or it is told what cannot be pickled.
@@ -105,6 +106,7 @@ class Child:
         *,
         cores: Sequence[int] | None = None,
         environment: Mapping[str, str] | None = None,
+        descriptors: Sequence[int] = (),
     ):
         self.name = name
         self._was_killed = False
@@ -120,7 +122,7 @@ class Child:
         with there:
             self.process = subprocess.Popen(
                 [*command, str(there.fileno()), module, *map(os.path.abspath, sys.path)],
-                pass_fds=[there.fileno()],
+                pass_fds=[there.fileno(), *descriptors],
                 stdin=subprocess.DEVNULL,
                 stdout=self._written,
                 stderr=self._written,

@@ -1,18 +1,18 @@
 """Ranks in processes of this machine, each a fresh interpreter with a torch of its own.
 
-What they compute travels between them by gloo; what they are told, and what they answer, over a
-socket pair to the engine's process. Each loads the weights by the model's name and keeps its share.
+Each pair of ranks has a socket between them, and each rank one to the engine's process, for what it
+is told and what it answers. Each loads the weights by the model's name and keeps its share.
 """
 
 from __future__ import annotations
 
-import sys
-import tempfile
+import socket
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -23,11 +23,9 @@ from pdlab.machine import deal, physical_cores
 from pdlab.models import Model
 from pdlab.models.loading import weights_by_name
 from pdlab.models.shard_plan import ShardPlan
-from pdlab.parallel.gloo import DistributedWires
 from pdlab.parallel.group import RankLost, serve
 from pdlab.parallel.rank import Rank
-
-LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+from pdlab.parallel.sockets import SocketWires
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,8 @@ class RankSpec:
     model: Model
     """Without weights, and without what is not needed to make them."""
     config: EngineConfig
-    meeting: str
-    """Where the ranks meet."""
+    others: dict[int, int]
+    """By rank, the descriptor of the socket to it."""
     num_threads: int
 
 
@@ -59,7 +57,7 @@ def _work(channel: SocketChannel, messages: list[Any]) -> None:
 
 
 def _make(spec: RankSpec) -> Rank:
-    wires = DistributedWires(spec.number, spec.plan.num_ranks, spec.meeting)
+    wires = SocketWires({rank: socket.socket(fileno=fd) for rank, fd in spec.others.items()})
     weights = weights_by_name(spec.model.name, spec.model.dtype, spec.model.device)
     return Rank(spec.plan, spec.number, spec.model, weights, spec.config, wires)
 
@@ -90,13 +88,14 @@ class _Replies:
 class ProcessLine:
     """A rank in a process; see `Line`."""
 
-    def __init__(self, spec: RankSpec, cores: Sequence[int], meeting: tempfile.TemporaryDirectory):
-        self._meeting = meeting  # its files are removed when the last line is gone
-        environment = {"OMP_NUM_THREADS": str(spec.num_threads)}
-        if sys.platform in LOOPBACK:  # a name that does not resolve must not keep ranks apart
-            environment["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
+    def __init__(self, spec: RankSpec, cores: Sequence[int]):
         self._child = Child(
-            f"rank {spec.number}", __name__, spec, cores=cores, environment=environment
+            f"rank {spec.number}",
+            __name__,
+            spec,
+            cores=cores,
+            environment={"OMP_NUM_THREADS": str(spec.num_threads)},
+            descriptors=list(spec.others.values()),
         )
 
     @property
@@ -127,23 +126,28 @@ def process_lines(model: Model, config: EngineConfig) -> list[ProcessLine]:
     """A process for each rank of a resolved configuration, on cores of its own if there are
     enough."""
     plan = ShardPlan(model.config, config.tensor_parallel, config.pipeline_parallel)
-    meeting = tempfile.TemporaryDirectory(prefix="pdlab-ranks-")
-    shares = deal(plan.num_ranks, physical_cores())
     lines: list[ProcessLine] = []
-    try:
-        for number, cores in enumerate(shares):
-            spec = RankSpec(
-                number,
-                plan,
-                model.outline,
-                config,
-                Path(meeting.name, "store").as_uri(),
-                config.rank_threads or len(cores),
-            )
-            cpus = [cpu for core in cores for cpu in core]
-            lines.append(ProcessLine(spec, cpus, meeting))
-    except BaseException:
-        for line in lines:
-            line.close(force=True)
-        raise
+    with ExitStack() as ours, ExitStack() as on_error:
+        ends = _mesh(plan.num_ranks, ours)
+        for number, cores in enumerate(deal(plan.num_ranks, physical_cores())):
+            num_threads = config.rank_threads or len(cores)
+            spec = RankSpec(number, plan, model.outline, config, ends[number], num_threads)
+            lines.append(ProcessLine(spec, [cpu for core in cores for cpu in core]))
+            on_error.callback(lines[-1].close, force=True)
+        on_error.pop_all()
     return lines
+
+
+def _mesh(num_ranks: int, owner: ExitStack) -> list[dict[int, int]]:
+    """A socket between each pair of ranks; by rank, its ends by the other rank.
+
+    Args:
+        owner: closes them in this process, when the ranks have them.
+    """
+    ends: list[dict[int, int]] = [{} for _ in range(num_ranks)]
+    for first, second in combinations(range(num_ranks), 2):
+        pair = socket.socketpair()
+        for mine, end, other in zip((first, second), pair, (second, first), strict=True):
+            owner.enter_context(end)
+            ends[mine][other] = end.fileno()
+    return ends
