@@ -182,6 +182,12 @@ def test_a_vocabulary_smaller_than_its_ranks_is_refused() -> None:
         ShardPlan(replace(ODD, vocab_size=2), tensor_parallel=3)
 
 
+def run_on(engine: Engine) -> None:
+    """Until there is nothing to do: with overlap one more step may be computed already."""
+    while engine.step():
+        pass
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_rank_that_fails_ends_all_requests_and_nothing_hangs(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
@@ -200,10 +206,8 @@ def test_a_rank_that_fails_ends_all_requests_and_nothing_hangs(
             engine.step()
         is_broken.set()
         stream = engine.stream(PROMPTS[2], PARAMS[0])
-        if overlap:  # one was computed before
-            engine.step()
         with pytest.raises(RankLost, match=r"rank 2 of 4 failed(.|\n)*out of order"):
-            engine.step()
+            run_on(engine)
         outputs = [engine.collect(name) for name in running]
         assert [output.finish_reason for output in outputs] == ["error", "error"]
         assert all(isinstance(output.error, RunnerLost) for output in outputs)
