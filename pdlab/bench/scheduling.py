@@ -243,7 +243,8 @@ class SchedulingBench:
                 raise ValueError(
                     f"{name}={machine[name]!r}: what was kept is of {self.machine[name]!r}"
                 )
-        for name, new, old in (("model", model, self.model), ("config", config, self.config)):
+        kept_config = EngineConfig().to_dict() | self.config  # knobs that came later were at rest
+        for name, new, old in (("model", model, self.model), ("config", config, kept_config)):
             if different := [key for key in new if new[key] != old.get(key)]:
                 raise ValueError(f"{name} differs in {', '.join(different)} from what was kept")
 
