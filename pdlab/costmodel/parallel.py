@@ -208,19 +208,14 @@ def predict_parallel(
         )
     plan = ShardPlan(config, tensor_parallel, pipeline_parallel)
     sizes = ElementBytes.of(dtype, weight_element_bytes, kv_element_bytes)
-    prompt = prompt_pieces(prompt_tokens, pieces)
-    memory = rank_memory(
-        plan,
-        sizes,
-        kv_tokens=batch * (context + 1),
-        rows=max(batch, prompt[0][0][0].num_tokens),
-        num_sampled=batch,
-    )
+    memory = memory_at(plan, sizes, prompt_tokens, batch, context, pieces)
     check_fits(memory, hardware)
     return ParallelPrediction(
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
-        prefill=predict_step(plan, prompt, hardware, link, dtype, sizes),
+        prefill=predict_step(
+            plan, prompt_pieces(prompt_tokens, pieces), hardware, link, dtype, sizes
+        ),
         decode=predict_step(
             plan, decode_pieces(batch, context, pieces), hardware, link, dtype, sizes
         ),
@@ -229,6 +224,25 @@ def predict_parallel(
         hardware=hardware.name,
         link=link.name,
         basis=hardware.provenance,
+    )
+
+
+def memory_at(
+    plan: ShardPlan,
+    sizes: ElementBytes,
+    prompt_tokens: int,
+    batch: int,
+    context_tokens: int,
+    micro_batches: int,
+) -> list[RankMemory]:
+    """What each rank holds while a batch decodes and a prompt is computed before it joins in."""
+    [[chunk], _], *_ = prompt_pieces(prompt_tokens, micro_batches)
+    return rank_memory(
+        plan,
+        sizes,
+        kv_tokens=batch * (context_tokens + 1),
+        rows=max(chunk.num_tokens, -(-batch // micro_batches)),
+        num_sampled=-(-batch // micro_batches),
     )
 
 

@@ -39,6 +39,7 @@ from pdlab.workbench.notebooks import execute_notebook
 from pdlab.workbench.overlap_view import OverlapView
 from pdlab.workbench.palette import legend
 from pdlab.workbench.pd_lab import PDLab
+from pdlab.workbench.planner_data import plan_choices
 from pdlab.workbench.policy_lab import PolicyLab
 from pdlab.workbench.roofline_view import RooflineView
 from pdlab.workbench.sampling_lab import SamplingLab
@@ -87,6 +88,7 @@ __all__ = [
     "kv_costs",
     "legend",
     "median_ttft_s",
+    "plan_choices",
     "prefill_sweep",
     "progress",
     "random_prompt",

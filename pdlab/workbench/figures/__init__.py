@@ -22,6 +22,7 @@ from pdlab.workbench.figures.parallel import (
     pipeline_timeline,
     shard_map,
 )
+from pdlab.workbench.figures.parallel_plan import parallel_plan
 from pdlab.workbench.figures.replay import fragmentation, hit_rate_by_blocks
 from pdlab.workbench.figures.roofline import roofline
 from pdlab.workbench.figures.serving import (
@@ -76,6 +77,7 @@ __all__ = [
     "overlap_figure",
     "overlap_timeline",
     "own_work_figure",
+    "parallel_plan",
     "perplexity_by_position",
     "pipeline_timeline",
     "plans_figure",

@@ -10,6 +10,7 @@ from plotly.subplots import make_subplots
 from pdlab.models.shard_plan import ShardPlan
 from pdlab.trace.records import StepRecord
 from pdlab.trace.trace import Trace
+from pdlab.workbench.figures.parallel_plan import BUBBLE
 from pdlab.workbench.figures.steps import find_step
 from pdlab.workbench.figures.style import INK, mega, milliseconds, recorded_on, styled
 from pdlab.workbench.palette import MEANING, phase_color, run_color, sequence_color
@@ -258,10 +259,7 @@ def _add_bubbles(figure: go.Figure, shown: Mapping[str, Pipeline]) -> None:
         base=[start * 1e3 for _, start, _ in lanes],
         orientation="h",
         hoverinfo="skip",
-        marker={
-            "color": MEANING["free"],
-            "pattern": {"shape": "/", "size": 6, "fgcolor": INK.muted, "fgopacity": 0.35},
-        },
+        marker=BUBBLE,
     )
 
 
