@@ -43,6 +43,7 @@ from pdlab.workbench.planner_data import plan_choices
 from pdlab.workbench.policy_lab import PolicyLab
 from pdlab.workbench.roofline_view import RooflineView
 from pdlab.workbench.sampling_lab import SamplingLab
+from pdlab.workbench.shard_view import ShardView
 from pdlab.workbench.speculation_view import SpeculationView
 from pdlab.workbench.stepper import Stepper
 from pdlab.workbench.stream_view import StreamView
@@ -67,6 +68,7 @@ __all__ = [
     "Predictions",
     "RooflineView",
     "SamplingLab",
+    "ShardView",
     "SpeculationView",
     "Stepper",
     "StreamView",

@@ -72,7 +72,7 @@ def shard_map(plan: ShardPlan, *, element_bytes: float = 4, name: str = "the mod
     styled(figure, _map_title(plan), source, height=160 + ROW * len(rows), horizontal=True)
     figure.update_layout(margin={"b": 16, "t": figure.layout.margin.t + 20})
     figure.update_xaxes(showgrid=False, ticks="", showline=False)
-    figure.update_yaxes(ticks="", showline=False, automargin=True)
+    figure.update_yaxes(ticks="", showline=False, automargin=True, ticklabelstandoff=8)
     for note in figure.layout.annotations:
         note.update(font={"size": 14, "color": INK.muted})
     return figure
