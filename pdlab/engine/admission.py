@@ -73,7 +73,7 @@ def _check_ranks(model: Model, config: EngineConfig) -> None:
             f"tensor_parallel={config.tensor_parallel}, "
             f"pipeline_parallel={config.pipeline_parallel}"
         )
-    if config.num_ranks == 1 and model.decoder.device.type == "meta":
+    if config.num_ranks == 1 and not model.has_weights:
         raise ValueError(f"model {model.name!r} has no weights here: load it, or use several ranks")
 
 
@@ -81,7 +81,7 @@ def _backend(model: Model, config: EngineConfig) -> str:
     """Which one `auto` is; or that which was asked for, if it can be had."""
     asked = config.backend
     if asked == "auto":
-        on_gpu = model.decoder.device.type == "cuda"
+        on_gpu = model.device.type == "cuda"
         asked = "triton" if on_gpu else "cpu" if model.packed else "torch"
     if asked == "torch":
         return asked

@@ -130,7 +130,7 @@ class Engine:
         self._wasted: list[ScheduledSequence] = []
         """What was computed for nobody, until a step records it."""
         self._measures_activations = False
-        self._thread = ComputeThread(model.decoder.device)
+        self._thread = ComputeThread(model.device)
         self._flight: Flight | None = None
         """The next step, planned, that is computed or waits to be booked."""
         self._failure: Exception | None = None
@@ -267,7 +267,7 @@ class Engine:
         return Flight(
             batch,
             self.runner,
-            self.model.decoder.device,
+            self.model.device,
             self._step,
             start_s,
             moves,
@@ -997,6 +997,8 @@ class Engine:
         They are put down in the steps' records. Counting slows a step down. Steps run without
         overlap there; one that was computed before is not counted.
         """
+        if self.config.num_ranks > 1:
+            raise ValueError(f"activations of {self.config.num_ranks} ranks cannot be counted here")
         with self._quiet():
             before, self._measures_activations = self._measures_activations, True
         try:

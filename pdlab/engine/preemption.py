@@ -42,7 +42,7 @@ class PreemptionPolicy:
         if not isinstance(hardware, Hardware | None):
             raise ValueError(f"hardware={hardware!r:.60} must be Hardware")
         if self._chooses and hardware is None:
-            hardware = calibrate(str(model.decoder.device), model.dtype_name)
+            hardware = calibrate(str(model.device), model.dtype_name)
         if self._chooses and hardware is not None:
             hardware.peak(model.dtype_name)  # refuses a machine that lacks this dtype
         self._hardware = hardware

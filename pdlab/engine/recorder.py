@@ -70,7 +70,7 @@ class Recorder:
             | {
                 "torch": torch.__version__,
                 "threads": torch.get_num_threads(),
-                "device": _device_name(model.decoder.device),
+                "device": _device_name(model.device),
             },
             model={
                 "name": model.name,

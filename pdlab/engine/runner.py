@@ -148,7 +148,16 @@ class ModelRunner:
 
     @classmethod
     def of(cls, model: Model, memory: KVMemory, config: EngineConfig) -> ModelRunner:
-        """As a resolved configuration asks for."""
+        """As a resolved configuration asks for.
+
+        Raises:
+            ValueError: it asks for several ranks, which only an `Engine` has.
+        """
+        if config.num_ranks > 1:
+            raise ValueError(
+                f"tensor_parallel={config.tensor_parallel}, pipeline_parallel="
+                f"{config.pipeline_parallel}: only an Engine computes on several ranks"
+            )
         fast: Callable[[Sequence[Window | None]], FastForward] | None = None
         if config.backend == "cpu":
             fast = partial(CompiledForward, model, memory.cache)

@@ -41,6 +41,7 @@ DTYPES = {
 }
 AUTO = "auto"
 """The value of `weights` that asks for the plain dtype."""
+CPU = torch.device("cpu")
 NOWHERE = torch.device("meta")
 """Tensors there have a shape and no content."""
 
@@ -53,6 +54,7 @@ class Model:
         decoder: where there are `packed` weights its matrices hold exactly what those stand for, so
             that torch computes the same model as the kernels that read them.
         tokenizer: None for random weights, which speak no language.
+        device: what computes; an outline's decoder has no content on any.
         source: where the weights come from: a path, a hub id, or a description.
         license: of the weights, as far as the source says it.
     """
@@ -69,13 +71,14 @@ class Model:
 
     @property
     def outline(self) -> Model:
-        """The same without weights and tokenizer, as `load_outline` has it; small enough to send.
-
-        `device` stays that of the weights.
-        """
-        device = torch.device("cpu") if self.device == NOWHERE else self.device
+        """The same without weights and tokenizer: small enough to send."""
         decoder = Decoder(self.config, self.dtype, NOWHERE)
-        return replace(self, decoder=decoder, tokenizer=None, device=device, packed=None)
+        return replace(self, decoder=decoder, tokenizer=None, packed=None)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether it can compute, or is an outline only."""
+        return self.decoder.device != NOWHERE
 
     @property
     def weights(self) -> str:
@@ -164,9 +167,8 @@ def load(
 def load_outline(
     name: str | PathLike[str] = catalog.DEFAULT_MODEL, *, progress: bool = True
 ) -> Model:
-    """A model without its weights, for who needs its tokenizer and its limits only: a router.
-
-    No engine can compute with it.
+    """A model without its weights, for who needs its tokenizer and its limits only: a router, or an
+    engine of several ranks, which load their shares themselves.
 
     Args:
         name, progress: as of `load`. What has to be fetched is fetched whole.
@@ -174,7 +176,8 @@ def load_outline(
     Raises:
         ValueError, FetchError: as `load`.
     """
-    return _load(name, NOWHERE, torch.float32, progress)
+    found = _found(name, progress)
+    return found.model(fspath(name), Decoder(found.config, torch.float32, NOWHERE), CPU)
 
 
 def weights_by_name(
@@ -196,13 +199,9 @@ def _load(
     name: str | PathLike[str], target: torch.device, kind: torch.dtype, progress: bool
 ) -> Model:
     found = _found(name, progress)
-    decoder = Decoder(found.config, kind, target)
-    tokenizer = found.tokenizer()
-    if target != NOWHERE:
-        decoder.load_weights(found.weights(kind, target))
-    return Model(
-        fspath(name), found.config, decoder, tokenizer, target, kind, found.source, found.license
-    )
+    model = found.model(fspath(name), Decoder(found.config, kind, target), target)
+    model.decoder.load_weights(found.weights(kind, target))
+    return model
 
 
 @dataclass(frozen=True)
@@ -214,6 +213,18 @@ class _Found:
     tokenizer: Callable[[], Tokenizer | None]
     source: str
     license: str = "see source"
+
+    def model(self, name: str, decoder: Decoder, device: torch.device) -> Model:
+        return Model(
+            name,
+            self.config,
+            decoder,
+            self.tokenizer(),
+            device,
+            decoder.dtype,
+            self.source,
+            self.license,
+        )
 
 
 def _found(name: str | PathLike[str], progress: bool) -> _Found:

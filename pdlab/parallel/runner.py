@@ -72,7 +72,7 @@ class ParallelRunner(ModelRunner):
 
     def _check_weights(self) -> None:
         """That the ranks hold the weights that are here, if any are."""
-        if self.model.decoder.device.type == "meta":
+        if not self.model.has_weights:
             return
         whole = self.model.decoder.named_weights()
         for shard, ready in zip(self.plan.shards, self.ranks.ready, strict=True):

@@ -89,4 +89,4 @@ class SocketWires:
 
 def _bytes_of(x: Tensor) -> memoryview:
     """The memory of a contiguous tensor; a copy of it, if that is on a GPU."""
-    return memoryview(x.cpu().view(-1).view(torch.uint8).numpy())
+    return x.cpu().view(-1).view(torch.uint8).numpy().data

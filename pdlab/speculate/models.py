@@ -123,6 +123,10 @@ class SelfDraft(ModelKnobs):
                 f"SelfDraft(weights={self.weights!r}) needs a target on the CPU in fp32, not "
                 f"{model.dtype} on {model.device}"
             )
+        if not model.has_weights:
+            raise ValueError(
+                f"SelfDraft(weights={self.weights!r}) needs the weights of {model.name}: load it"
+            )
         packed = _packed(model, self.weights)
         draft = replace(model, packed=packed)
         if draft_config(draft, config, self).backend != "cpu":

@@ -15,6 +15,7 @@ import pdlab
 from pdlab import Engine, EngineConfig, SamplingParams
 from pdlab.engine.batch import BatchInputs
 from pdlab.engine.runner import RunnerLost
+from pdlab.models import load_outline
 from pdlab.models.shard_plan import ShardPlan
 from pdlab.parallel import RankLost
 from pdlab.parallel.commands import Ran
@@ -175,6 +176,31 @@ def test_packed_weights_and_shared_memory_are_refused() -> None:
         engine.probe(),
     ):
         pass
+
+
+def test_what_only_one_rank_can_do_says_so() -> None:
+    model, config = random_model(ODD), on_threads(2, 1)
+    with pytest.raises(ValueError, match="only an Engine computes on several ranks"):
+        pdlab.beam_search(model, PROMPTS[0], config=config, max_tokens=8)
+    with (
+        Engine(model, config) as engine,
+        pytest.raises(ValueError, match="activations of 2 ranks"),
+        engine.measure_activations(),
+    ):
+        pass
+
+
+def test_a_model_without_weights_here_needs_ranks_that_load_them() -> None:
+    outline = load_outline("random:tiny-llama")
+    for knobs in ({}, {"speculation": pdlab.EarlyExit(1)}, {"speculation": pdlab.SelfDraft()}):
+        ranks = 2 if knobs else 1
+        with pytest.raises(ValueError, match=r"no weights here|needs the weights"):
+            Engine(outline, EngineConfig(tensor_parallel=ranks, rank_host="thread", **knobs))
+    prompt, params = [3, 14, 15, 9, 2], SamplingParams(max_tokens=5, ignore_eos=True)
+    with Engine(pdlab.load("random:tiny-llama")) as engine:
+        expected = engine.generate(prompt, params)[0].token_ids
+    with Engine(outline, EngineConfig(tensor_parallel=2)) as engine:
+        assert engine.generate(prompt, params)[0].token_ids == expected
 
 
 def test_a_vocabulary_smaller_than_its_ranks_is_refused() -> None:
