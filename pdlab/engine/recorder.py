@@ -199,6 +199,7 @@ class Recorder:
             drawn = [s for several in output.sampled.values() for s in several]
             self._name_tokens([s.token_id for s in drawn])
             self._name_tokens([c.token_id for s in drawn for c in s.top])
+            self._name_tokens([token for part in computed for token in part.draft.token_ids])
         return record
 
     def _blocks_of_others(self, residents: list[Resident]) -> list[int]:

@@ -97,6 +97,17 @@ def test_a_trace_with_drafts_survives_a_file(tmp_path):
     assert any(s.draft for r in loaded.steps for s in r.sequences)
 
 
+def test_the_trace_names_tokens_that_were_drafted_and_rejected():
+    _, [output], trace = both_ways([random_prompt(9)], SamplingParams(max_tokens=20), right=0.3)
+    parts = [part for _, part in trace.sequence_steps(output.request_id)]
+    drafts = [part.draft for part in parts if part.draft]
+    rejected = {token for d in drafts for token in d.token_ids[d.num_accepted :]}
+    known = {*trace.requests[output.request_id].prompt_ids, *output.token_ids}
+    known |= {candidate.token_id for part in parts for candidate in part.top}
+    assert rejected - known
+    assert all(trace.tokens[token] == str(token) for token in rejected)  # it has no tokenizer
+
+
 @pytest.mark.parametrize("right", [0.5, 1.0])
 def test_each_way_to_end_ends_within_a_draft_as_without(right):
     prompt = random_prompt(7)
