@@ -32,9 +32,13 @@ wb.glossary(
 # %%
 knobs = {"device": "cpu", "dtype": "fp32"}
 model = pdlab.load("smollm2-135m", **knobs)
-small = pdlab.load("smollm2-135m", weights="int8", progress=False, **knobs)
+int8 = pdlab.load("smollm2-135m", weights="int8", progress=False, **knobs)
 
 # %% [markdown]
+# (The same model twice, since the format of its weights (lesson 09) decides what a step costs and what
+# further rows do. Sections 2, 6 and 7 run on int8, the faster one; section 4 on fp32, for which a cheaper
+# copy is easier to make.)
+#
 # ## 1. What is a wrong guess worth?
 #
 # Nothing, of course. So the first question is what it costs. Let an engine compute its newest token and
@@ -48,7 +52,7 @@ guess.predict(
 )
 
 # %%
-costs = lab.step_costs({"fp32": model, "int8": small})
+costs = lab.step_costs({"fp32": model, "int8": int8})
 source = "measured here in turns, medians; one sequence, some 128 tokens of context, backend cpu"
 wb.show(wb.figures.step_rows(costs, source))
 
@@ -69,8 +73,8 @@ guess.compare("rows", costs.ratio("fp32", 6), "times")
 # ## 2. The cheapest guesser: the text itself
 #
 # Somebody asks the model to correct a text. Most of what it will write stands in the prompt. So look for
-# the last few tokens in the text before, and guess that it goes on as it did there: **prompt lookup**
-# (Saxena 2023). It needs no second model, and next to no time. Two tasks:
+# the last few tokens (an **n-gram**) in the text before, and guess that it goes on as it did there: **prompt
+# lookup** (Saxena 2023). It needs no second model, and next to no time. Two tasks:
 
 # %%
 print(lab.COPY[0]["content"], "\n")
@@ -90,12 +94,15 @@ guess.predict(
     key="chat",
 )
 
+# %% [markdown]
+# A draft has at most k tokens. With `auto` the engine chooses the length itself: section 5.
+
 # %%
 ways = {"plain": None} | {f"k = {k}": pdlab.PromptLookup(num_tokens=k) for k in (2, 5, 10)}
 ways["auto"] = pdlab.PromptLookup(num_tokens="auto")
 tasks = {
-    "copy": lab.compare(small, ways, [lab.COPY], max_tokens=96, rounds=2),
-    "chat": lab.compare(small, ways, [lab.CHAT], max_tokens=64),
+    "copy": lab.compare(int8, ways, [lab.COPY], max_tokens=96, rounds=2),
+    "chat": lab.compare(int8, ways, [lab.CHAT], max_tokens=64),
 }
 print("task  drafts  tokens/s  speed-up  tokens a step  steps with a draft  stood   measured, int8")
 for task, run in tasks.items():
@@ -134,7 +141,7 @@ print("k = 5: ", tasks["copy"].texts["k = 5"][0][:180], "...")
 wb.SpeculationView(tasks["copy"].drafted, plain=tasks["copy"].traces["plain"], run="k = 5")
 
 # %% [markdown]
-# The dotted curve is Leviathan's theorem 3.8 (2023). If a drafted token stands with probability a,
+# The dotted curve is theorem 3.8 of Leviathan et al. (2023). If a drafted token stands with probability a,
 # whatever the place, a step with k of them gives (1 - a^(k+1)) / (1 - a) tokens on average: those that
 # stand, and one more that the model draws itself. It takes k c + 1 plain steps, *if checking is free*.
 # The dashed curve also counts what a checked token costs here (section 1), and that not every step had
@@ -146,11 +153,14 @@ wb.SpeculationView(tasks["copy"].drafted, plain=tasks["copy"].traces["plain"], r
 # At temperature 0 it is plain to see. Row j of the step sees the draft's first j tokens, so its logits are
 # those that plain decoding would have, *if* those tokens are right. Take the most probable token of each
 # row as always, as long as it is what was drafted. The first that is not is the model's own, and good.
-# What comes after it was computed for a text that will not be: it is thrown away, with its K and V.
+# What comes after it was computed for a text that will not be: it is thrown away. Its K and V stand in
+# slots that are written again, and blocks that held nothing else are given back: the block table (lesson
+# 03) is *rewound*.
 #
 # With a temperature, the model *draws*. If the draft was drawn from a distribution q and the model has
 # p, keep the drafted x with probability min(1, p(x) / q(x)); else draw from what is missing, max(0, p -
-# q), normalized. Five tokens will do to see it.
+# q), normalized. (Leviathan et al. 2023 and Chen et al. 2023 found this rule independently.) Five tokens
+# will do to see it.
 
 # %%
 words = ["blue", "clear", "grey", "dark", "green"]
@@ -196,18 +206,20 @@ guess.compare("blue", "40 of 100", kind="counted", note=f"{counts[0] / 200:.1f} 
 
 # %% [markdown]
 # The picture is the proof. The violet bar of a token is min(p, q): that much comes out through drafts.
-# Where q is too small, p is not reached, and orange is the rest. How often is something rejected? As
-# often as violet is missing from q, which is just as much as orange is missing from p, since both add
-# up to 1. So the orange parts are filled exactly. No approximation, whatever q is: a bad drafter makes
-# it slow, never wrong.
+# Where q is too small, p is not reached, and orange is the rest. How often is something rejected? In as
+# many cases as the violet bars leave open: 1 minus their sum. How much orange is there? Violet and orange
+# together are p, which adds up to 1: again 1 minus the sum of the violet. So there are just as many draws
+# after a rejection as there is orange to fill, and they are shared out as the orange is. No approximation,
+# whatever q is: a bad drafter makes it slow, never wrong.
 #
 # A lookup has no q, it is sure: q(x) = 1. Then x stands with p(x). This engine does that by letting the
 # model draw in each row *as it would have done anyway*, with the same random number, and going on while
-# it draws what was guessed. So even at a temperature the tokens are the very same as without a draft:
+# it draws what was guessed. So with a lookup the tokens are the very same as without a draft, even at a
+# temperature. (With a drafter that draws, they are other draws from the same p.)
 
 # %%
 warm = lab.compare(
-    small, {"plain": None, "k = 5": ways["k = 5"]}, [lab.CHAT], 40, temperature=0.8, seed=11
+    int8, {"plain": None, "k = 5": ways["k = 5"]}, [lab.CHAT], 40, temperature=0.8, seed=11
 )
 print("plain: ", warm.texts["plain"][0])
 print("k = 5: ", warm.texts["k = 5"][0])
@@ -226,10 +238,14 @@ for task, run in tasks.items():
 # ## 4. The model drafts for itself
 #
 # Where nothing can be copied, somebody has to think. A model of a tenth of the size would do, if there
-# is one with the same vocabulary (`pdlab.DraftModel`). Otherwise the model itself, made cheaper:
+# is one with the same vocabulary (`pdlab.DraftModel`). Otherwise the model itself, made cheaper
+# (**self-speculation**):
 #
 # * **its weights in 4 bits** (`SelfDraft`): nearly the same opinions, fewer bytes to read;
-# * **its first layers only** (`EarlyExit`): 20 of 30, then straight to the head.
+# * **its first layers only** (`EarlyExit`): 20 of 30, then straight to the head (an **early exit**).
+#
+# Each of the three writes a draft as any model writes: a token after the other, a pass for each, with K
+# and V of its own. So it takes memory, and has to compute the prompt, too, before its first guess.
 
 # %%
 guess.predict(
@@ -288,14 +304,18 @@ for name, t in sorted(rows, key=lambda row: -row[1].acceptance):
         f"{name:17} {t.acceptance:6.0%} {t.cost_ratio:7.3f} {t.check_slope:12.2f}"
         f" {t.share:15.0%} {t.speedup:11.2f}"
     )
-for line in lab.recorded_lines(["fp32", "fp32, regrouped", "int8"]):
-    print(line)
+
+# %%
+print("\n".join(lab.recorded_lines()))
 
 # %% [markdown]
-# (The last table, if it is there, is from `pdlab bench speculation`: other prompts, several rounds, a quiet
-# machine. An int8 target is hardly dearer than its own 4 bits, so there even a draft that is always right
-# loses. *regrouped* is this model with its channels in another order, so that 4 bits are no longer its
-# home: that is what an int4 drafter is like for a model that does not come from a 4-bit file.)
+# (The last table is all that `pdlab bench speculation` measured, on other prompts and with `auto`, too. The
+# theorem alone promises too much wherever checking costs. The second prediction, which knows what checking
+# took, is near the measurement; what is left is mostly that the chance to stand is not the same at each
+# place, as the formula takes it to be. Look at c for an int8 target: its plain step takes hardly longer than
+# one in 4 bits, so even drafts that are always right lose. *regrouped* is this model with its channels in
+# another order, so that 4 bits are no longer its home (lesson 09): that is what an int4 drafter is like
+# for a model that does not come from a 4-bit file. Larger batches are the matter of section 6.)
 #
 # ### Claims, tested
 #
@@ -303,11 +323,11 @@ for line in lab.recorded_lines(["fp32", "fp32, regrouped", "int8"]):
 #   *more* than the rule allows, which some systems offer ("typical acceptance" in Medusa): another
 #   method, and it says so.
 # * *"Longer drafts are always faster."* Each further token stands less often (all before it must stand),
-#   and costs the same to check. The dashed curve in the widget flattens long before the dotted one, and
-#   with a cost ratio above nothing it has a top: move c, and read where it is best.
-# * *"The acceptance rate is all that counts."* In the table the order by what stood is not the order by
-#   speed-up: compare 4 bits with the copied drafts. A free guess that is often wrong may beat a dear
-#   one that is always right.
+#   and costs the same to check. As soon as one more takes time, to draft or to check, the curve in the
+#   widget has a top: move c, and read where it is best.
+# * *"The acceptance rate is all that counts."* The first of the two tables is sorted by what stood, and the
+#   speed-ups in it are not in order: compare 4 bits with the copied drafts. A free guess that is sometimes
+#   wrong may beat a dear one that is always right.
 # * *"It helps at every batch size."* Section 6.
 #
 # ## 5. A length that adapts
@@ -344,7 +364,7 @@ guess.predict(
 )
 
 # %%
-batches = lab.batch_gains(small, pdlab.PromptLookup(num_tokens=5), max_tokens=48)
+batches = lab.batch_gains(int8, pdlab.PromptLookup(num_tokens=5), max_tokens=48)
 told8 = {size: run.told("drafts") for size, run in batches.items()}
 predicted = {size: t.predicted(round(t.mean_length)) for size, t in told8.items()}
 measured = {size: t.speedup for size, t in told8.items()}
@@ -367,9 +387,15 @@ guess.compare("batch", answer if measured[8] >= 1 else "it is gone: slower than 
 # %% [markdown]
 # The drafts are as good as before, and the gain shrinks, or is gone. The reason is in the last column.
 # Alone, a step was waiting for memory, and more rows were nearly free. A batch has filled that gap
-# already: *batching and speculation spend the same idle arithmetic*. Beyond the turning point of lesson 09
-# each checked token costs its full price, and those that do not stand are simply lost. (If your machine
-# is wide and its gain holds at 8: try `sizes=(1, 16)`.)
+# already: *batching and speculation spend the same idle arithmetic*. Beyond the turning point (lesson 09,
+# exercise 3) each checked token costs its full price, and those that do not stand are simply lost. (If
+# your machine is wide and its gain holds at 8: try `sizes=(1, 16)`. A GPU turns at some hundred rows,
+# so there the gain lasts to larger batches.)
+#
+# That is so as long as a step mostly reads *weights*, which are read once for the whole batch. With long
+# contexts it mostly reads K and V, and each sequence has its own: batching spares none of that, and the
+# rows of a draft do, since they share what they read. There speculation may gain in large batches, too
+# (MagicDec, Sadhukhan et al. 2024, whose drafter looks at a part of the context only).
 #
 # So the number of drafts has to follow the load. This engine gives drafts only the room that nobody
 # else needs, and `auto` learns costs for each size of batch.
@@ -424,7 +450,7 @@ guess.predict(
 )
 
 # %%
-loops = lab.overlap_loops(small, batch=8, waits_s=(0.0, 0.005))
+loops = lab.overlap_loops(int8, batch=8, waits_s=(0.0, 0.005))
 print("caller   one after the other   with overlap   gain   measured, int8, medians")
 for plain, beside in zip(loops[::2], loops[1::2], strict=True):
     print(
@@ -436,13 +462,16 @@ answer = "next to nothing" if part < 0.25 else "about half" if part < 0.75 else 
 guess.compare("hidden", answer, note=f"{part:.0%} of the 5 ms.")
 
 # %%
-source = "measured here: four steps of 8 sequences, the caller waits 5 ms after each"
-wb.show(wb.figures.loop_timelines(loops[2:], source))
+names = {False: "one after the other", True: "with overlap"}
+wb.OverlapView({names[loop.overlap]: loop.trace for loop in loops[2:]}, first=4)
 
 # %% [markdown]
-# White in the model's lane is time in which it stood still. With overlap, what is told of the last step
-# lies beside the next one's computation, and so does the caller's wait; what is left between two bars is
-# what the next step has to know. (A caller that *waits* costs no processor. One that computes takes its
+# Four steps of each, with a caller that waits 5 ms. *compute* is what the model's thread does, *host* the
+# engine's and its caller's: it *schedules* a step and *launches* it, *waits* for it, *books* the new tokens
+# (all that the next plan depends on), and *tells* readers and records of them. Empty in the model's lane is
+# time in which it stood still. Hatched is what the host did while the model computed: that is hidden. With
+# overlap it is the telling of the last step, and the caller's wait; what is left between two computations
+# is what the next one has to know. (A caller that *waits* costs no processor. One that computes takes its
 # time from the cores that the model needs, and on a CPU hides much less. Handing a step to another thread is
 # not free either: where the caller does nothing, the gain may well be below 1, as overlap then costs more
 # than it hides. And runs differ by a tenth by themselves.)
@@ -589,11 +618,12 @@ def length_check():
 # %% [markdown]
 # ## What production systems do
 #
-# * **vLLM** takes drafts from n-grams of the prompt, suffix trees, EAGLE and Medusa heads, MTP layers or
-#   a draft model (`speculative_config`, *vLLM: Speculative Decoding*). Its guide long began with the warning
-#   that speculation "does not usually yield inter-token latency reductions for all prompt datasets or
-#   sampling parameters": the chat of section 2. Scheduling ahead of the GPU is its default since v0.14
-#   (release notes, January 2026).
+# * **vLLM** takes drafts from n-grams of the prompt, suffix trees, EAGLE heads, MTP layers or a draft model
+#   (`speculative_config`, *vLLM: Speculative Decoding*). Its guide recommends speculation for "medium-to-low
+#   QPS (queries per second), memory-bound workloads", which is section 6, and says that n-grams give modest
+#   speed-ups but add no work at peak traffic, which is section 2. Its first versions came with the warning
+#   that all this was "not yet optimized". Scheduling ahead of the GPU is its default since v0.14 (release
+#   notes, January 2026).
 # * **SGLang** recommends EAGLE-3, and publishes 158 tokens/s without, 244 with EAGLE-2 and 373 with EAGLE-3
 #   for Llama 3.1 8B, one user, on an H100 (*Speculative Decoding*; published). Its overlapped scheduler runs a
 #   batch ahead: 1.1 times the throughput (*SGLang v0.4*, December 2024; published), where an engine that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,15 @@ from typer.testing import CliRunner
 
 from pdlab import DraftModel, PromptLookup
 from pdlab.bench import speculation
-from pdlab.bench.speculation import Counts, SpeculationCosts, measure_speculation
+from pdlab.bench.speculation import (
+    BATCHES,
+    DRAFTERS,
+    PLAIN,
+    TARGETS,
+    Counts,
+    SpeculationCosts,
+    measure_speculation,
+)
 from pdlab.bench.speculation_prompts import TASKS
 from pdlab.cli import app
 from pdlab.shipped import shipped
@@ -144,17 +153,10 @@ def test_there_are_eight_prompts_of_each_task_all_different() -> None:
         assert len({str(prompt) for prompt in prompts}) == 8
 
 
-def test_the_shipped_measurement_is_one_of_undisturbed_scenes() -> None:
-    """Where the formula with what checking took is far from the measurement, something else ran."""
+def test_the_shipped_measurement_leaves_nothing_out() -> None:
+    """Every drafter, on every target, task and batch, whatever came of it."""
     costs = SpeculationCosts.load(shipped("data") / "measured" / "speculation.json")
+    found = [(scene.target, scene.task, scene.batch) for scene in costs.scenes]
+    assert found == list(product(TARGETS, TASKS, BATCHES))
     for scene in costs.scenes:
-        for cost in scene.costs:
-            assert 0.8 < cost.formula / cost.speedup < 1.25, (scene.target, scene.task, cost)
-    gains = [
-        cost.speedup
-        for scene in costs.scenes
-        if scene.task == "copy" and scene.batch == 1
-        for cost in scene.costs
-        if cost.drafter.startswith("prompt_lookup")
-    ]
-    assert max(gains) > 1.5
+        assert [cost.drafter for cost in scene.costs] == [PLAIN, *DRAFTERS]

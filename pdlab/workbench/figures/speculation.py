@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import plotly.graph_objects as go
 
 from pdlab.workbench.figures.style import milliseconds, styled
-from pdlab.workbench.palette import MEANING, STAGE, run_color, stage_color
+from pdlab.workbench.palette import MEANING, STAGE, run_color
 from pdlab.workbench.speculation_data import Drafting
 
 if TYPE_CHECKING:
-    from pdlab.workbench.speculation_experiments import Loop, Rejection, StepCosts
+    from pdlab.workbench.speculation_experiments import Rejection, StepCosts
 
 PALE = "#C9B2F5"
 """The colour of drafts, for what is only predicted."""
@@ -220,33 +220,3 @@ def own_work_figure(runs: Mapping[str, Mapping[str, float]], source: str) -> go.
     shares = [1 - parts["model"] / sum(parts.values()) for parts in runs.values()]
     title = f"What is not the model, and might be hidden: {max(shares):.1%} of a step at most"
     return styled(figure, title, source, height=320, horizontal=True)
-
-
-def loop_timelines(loops: Sequence[Loop], source: str, num_steps: int = 4) -> go.Figure:
-    """A few steps of each loop on one time axis: the model on one lane, all else on the other."""
-    figure = go.Figure()
-    lanes = {"compute": "the model", "host": "engine and caller"}
-    names = {True: "with overlap", False: "one after the other"}
-    bars: dict[str, list[tuple[str, float, float]]] = {}
-    for loop in loops:
-        for piece in loop.pieces(num_steps):
-            row = f"{names[loop.overlap]}<br>{lanes[piece.lane]}"
-            bars.setdefault(piece.name, []).append((row, piece.start_s, piece.wall_s))
-    colors = {"compute": MEANING["decode"], "book": STAGE["sample"], "tell": STAGE["deliver"]}
-    for name, parts in bars.items():
-        figure.add_bar(
-            name=name, y=[row for row, _, _ in parts], base=[1e3 * s for _, s, _ in parts],
-            x=[1e3 * wall_s for _, _, wall_s in parts], orientation="h",
-            marker={"color": colors.get(name, stage_color(name)), "line": {"width": 0}},
-            hovertemplate=name + ": %{x:.2f} ms<extra></extra>",
-        )  # fmt: skip
-    rows = [f"{names[loop.overlap]}<br>{lane}" for loop in loops for lane in lanes.values()]
-    figure.update_layout(barmode="overlay")
-    figure.update_yaxes(categoryorder="array", categoryarray=rows[::-1], automargin=True, ticks="")
-    figure.update_xaxes(title_text="ms", rangemode="tozero")
-    slow, fast = (next(loop.loop_s for loop in loops if loop.overlap == on) for on in (False, True))
-    title = (
-        f"A step and what its caller does: {milliseconds(slow)} one after the other, "
-        f"{milliseconds(fast)} with overlap"
-    )
-    return styled(figure, title, source, height=400, horizontal=True)

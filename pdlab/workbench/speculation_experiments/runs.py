@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from pdlab.bench.speculation import SpeculationCosts
+from pdlab.bench.speculation import PLAIN, DraftCost, SpeculationCosts
 from pdlab.engine import Engine, EngineConfig, RequestOutput, SamplingParams
 from pdlab.engine.drafting import Speculation
 from pdlab.models import Model
@@ -34,7 +34,6 @@ COPY = [
 back, too.)"""
 CHAT = [{"role": "user", "content": "Why is the sky blue? Answer in three sentences."}]
 """What is written stands nowhere before."""
-PLAIN = "plain"
 RESULTS = "speculation.json"
 STAGES = ("schedule", "draft", "prepare", "sample", "deliver")
 """The engine's own work in a step; all the rest is the model."""
@@ -97,8 +96,6 @@ def compare(
             while running:
                 running = [engine for engine in running if engine.step()]
             outputs = {n: [engines[n].collect(i) for i in ids[n]] for n in engines}
-        for engine in engines.values():
-            _name_drafts(engine)
         return Compared(
             traces={name: engine.trace for name, engine in engines.items()},
             token_ids={name: [o.token_ids for o in out] for name, out in outputs.items()},
@@ -117,18 +114,6 @@ def _engine(model: Model, speculation: Speculation | None, backend: str) -> Engi
     engine.trace.steps.clear()
     engine.trace.requests.clear()
     return engine
-
-
-def _name_drafts(engine: Engine) -> None:
-    """Give the tokens that were drafted and never drawn a name in the trace, too."""
-    tokenizer, names = engine.model.tokenizer, engine.trace.tokens
-    if tokenizer is None:
-        return
-    for step in engine.trace.steps:
-        for record in step.sequences:
-            for token_id in record.draft.token_ids if record.draft else ():
-                if token_id not in names:
-                    names[token_id] = tokenizer.token_text(token_id)
 
 
 def batch_gains(
@@ -174,23 +159,39 @@ def _model_s(step: StepRecord) -> float:
     return step.wall_s - sum(step.stage_s.get(stage, 0.0) for stage in STAGES)
 
 
-def recorded_lines(targets: Sequence[str] | None = None, batch: int = 1) -> list[str]:
-    """What `pdlab bench speculation` recorded, as a table; empty where nothing was."""
+def recorded_lines() -> list[str]:
+    """All that `pdlab bench speculation` recorded, as a table; empty where nothing was."""
     path = shipped("data") / "measured" / RESULTS
-    if not path.exists():
-        return []
-    costs = SpeculationCosts.load(path)
-    lines = [
-        "target            task  drafter              c   accepted  speed-up: theorem  measured"
-    ]
+    return lines_of(SpeculationCosts.load(path)) if path.exists() else []
+
+
+def lines_of(costs: SpeculationCosts) -> list[str]:
+    """A line for each target, task and drafter: of each batch the speed-up that the theorem has
+    (checking is free), that of the formula with what checking took, and the measured one."""
+    sizes = sorted({scene.batch for scene in costs.scenes})
+    rows: dict[tuple[str, str, str], dict[int, DraftCost]] = {}
     for scene in costs.scenes:
-        if scene.batch == batch and (targets is None or scene.target in targets):
-            lines += [
-                f"{scene.target:17} {scene.task:5} {cost.drafter:18} {cost.cost_ratio:5.2f}"
-                f" {cost.acceptance:9.0%} {cost.theorem:18.2f} {cost.speedup:9.2f}"
-                for cost in scene.costs
-                if cost.counts.num_drafts
-            ]
+        for cost in scene.costs:
+            if cost.drafter != PLAIN:
+                row = rows.setdefault((scene.target, scene.task, cost.drafter), {})
+                row[scene.batch] = cost
+    head = "".join(f"{f'batch of {size}':>20}" for size in sizes)
+    lines = [f"{'target':17} {'task':5} {'drafter':18} {'stood':>5} {'c':>5}{head}"]
+    for (target, task, drafter), row in rows.items():
+        first = row[min(row)]
+        cells = [_three(row[size]) if size in row else "not measured" for size in sizes]
+        lines.append(
+            f"{target:17} {task:5} {drafter:18} {first.acceptance:5.0%} {first.cost_ratio:5.2f}"
+            + "".join(f"{cell:>20}" for cell in cells)
+        )
     machine = costs.machine
-    date = str(machine.get("date", ""))[:10]
-    return [*lines, f"recorded on {machine.get('processor')}, {date}; theorem: predicted"]
+    return [
+        *lines,
+        "speed-up: predicted with checking free, predicted with what checking took, measured;",
+        f"stood and c: of the smallest batch; recorded on {machine.get('processor')}, "
+        f"{str(machine.get('date', ''))[:10]}",
+    ]
+
+
+def _three(cost: DraftCost) -> str:
+    return f"{cost.theorem:.2f}  {cost.formula:.2f}  {cost.speedup:.2f}"
