@@ -11,6 +11,7 @@ from pdlab.engine.recorder import cost_of
 from pdlab.workbench import figures
 from pdlab.workbench.attention_view import AttentionView
 from pdlab.workbench.block_table import BlockTableView
+from pdlab.workbench.bubble_view import BubbleView
 from pdlab.workbench.chat import Chat
 from pdlab.workbench.checks import check
 from pdlab.workbench.constraint_lab import ConstraintLab
@@ -39,6 +40,7 @@ from pdlab.workbench.notebooks import execute_notebook
 from pdlab.workbench.overlap_view import OverlapView
 from pdlab.workbench.palette import legend
 from pdlab.workbench.pd_lab import PDLab
+from pdlab.workbench.pipeline_runs import record_pipelines
 from pdlab.workbench.planner_data import plan_choices
 from pdlab.workbench.policy_lab import PolicyLab
 from pdlab.workbench.roofline_view import RooflineView
@@ -54,6 +56,7 @@ from pdlab.workbench.win_map_view import WinMap
 __all__ = [
     "AttentionView",
     "BlockTableView",
+    "BubbleView",
     "Chat",
     "ConstraintLab",
     "FormatLab",
@@ -94,6 +97,7 @@ __all__ = [
     "prefill_sweep",
     "progress",
     "random_prompt",
+    "record_pipelines",
     "recorded_study",
     "show",
     "static_png",
