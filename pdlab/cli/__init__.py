@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from pdlab.cli.bench_overlap import overlap
+from pdlab.cli.bench_parallel import parallel
 from pdlab.cli.bench_speculation import speculation
 from pdlab.cli.bench_weights import weights
 from pdlab.cli.errors import one_line_errors
@@ -26,6 +27,7 @@ bench_app = typer.Typer()
 bench_app.command()(weights)
 bench_app.command()(speculation)
 bench_app.command()(overlap)
+bench_app.command()(parallel)
 app.add_typer(bench_app, name="bench")
 
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]

@@ -46,6 +46,9 @@ class ParallelRunner(ModelRunner):
         memory: from `sharded_memory`: bookkeeping alone, the ranks have the bytes.
         config: resolved.
 
+    Attributes:
+        micro_batches: most pieces of a step; may be changed between two steps.
+
     Raises:
         RankLost: a rank did not begin.
         ValueError: a rank cannot do what it is to do.
@@ -55,7 +58,7 @@ class ParallelRunner(ModelRunner):
         attention = BACKENDS[config.attention_backend]()  # which only the ranks make use of
         super().__init__(model, memory, attention, Sampler(config.top_k_recorded))
         self.plan = ShardPlan(model.config, config.tensor_parallel, config.pipeline_parallel)
-        self._most_pieces = config.micro_batches or config.pipeline_parallel
+        self.micro_batches = config.micro_batches or config.pipeline_parallel
         self._ran: list[Ran] = []
         self._num_writers = 0
         self.ranks = RankGroup(lines_of(model, config))
@@ -109,7 +112,7 @@ class ParallelRunner(ModelRunner):
     ) -> Computed:
         """Have the ranks compute a batch. Its hidden states stay with them: none are returned."""
         assert not observers, "nobody can look into a rank"
-        self._ran = self.ranks.ask(Run(cut_batch(inputs, self._most_pieces)))
+        self._ran = self.ranks.ask(Run(cut_batch(inputs, self.micro_batches)))
         last = self._ran[self._first_of_last_stage]
         clock.split(last.stage_s, "dispatch")
         if self.on_layer and batch:

@@ -258,6 +258,25 @@ class StepRecord:
         return sum(self.bytes_moved.values())
 
     @property
+    def idle_share(self) -> float:
+        """Of the time in which any rank computed, the part in which a rank had no micro-batch to
+        compute, mean of all: the bubbles. 0 where there is one rank."""
+        spans = self.rank_spans
+        if not spans:
+            return 0.0
+        wall_s = max(span.end_s for span in spans) - min(span.start_s for span in spans)
+        num_ranks = len({span.rank for span in spans})
+        return 1 - sum(span.wall_s for span in spans) / (num_ranks * wall_s)
+
+    @property
+    def exchange_share(self) -> float:
+        """Of the time in which ranks computed, the part that went into collectives within a stage,
+        waiting for each other included. 0 where there is one rank."""
+        exchanged_s = sum(c.wall_s for c in self.collectives if c.kind != "send")
+        spent_s = sum(span.wall_s for span in self.rank_spans)
+        return exchanged_s / spent_s if spent_s else 0.0
+
+    @property
     def phase(self) -> Literal["prefill", "decode", "mixed", "idle"]:
         phases = {s.phase for s in self.sequences}
         if len(phases) == 2:
