@@ -31,6 +31,8 @@ from pdlab.requirements import require_int
 from pdlab.trace import StepRecord
 
 BATCHES = (1, 8)
+PROMPTS = (1, 2)
+"""Long prompts that come at the same time."""
 PROMPT_TOKENS = 512
 SHORT_TOKENS = 32
 """Of the prompts of those that decode."""
@@ -80,9 +82,9 @@ class ParallelCost:
 
     way: str
     work: str
-    """`prefill` (one prompt) or `decode b8` (a batch of 8)."""
+    """`prefill b2` (two prompts at once) or `decode b8` (a batch of 8)."""
     seconds: list[float]
-    """To the first token; or between two tokens of a sequence, median of the batch."""
+    """Until all have their first token; or between two of a sequence, median of the batch."""
     tokens_s: float
     """Of prompts, or of outputs, all together: by the median."""
     wire_bytes: int | None
@@ -198,7 +200,7 @@ def _trial(model: Model, way: Way, prompt_tokens: int) -> Iterator[_Trial]:
     knobs: dict[str, Any] = {
         "enable_prefix_cache": False,
         "backend": "torch",
-        "num_blocks": 64 + prompt_tokens // 16,
+        "num_blocks": 64 + PROMPTS[-1] * prompt_tokens // 16,
     }
     if way.replicas > 1:
         specs = local_specs(0, way.replicas, model=model.name, config=EngineConfig(**knobs))
@@ -232,8 +234,9 @@ class _Trial:
 
     def turn(self, batches: Sequence[int], num_steps: int, *, counts: bool) -> None:
         """Each kind of work once."""
-        [prompt] = passages(self.model, 1, self.prompt_tokens)
-        self._serve("prefill", [prompt], 1, self.prompt_tokens, counts)
+        for batch in PROMPTS:
+            prompts = passages(self.model, batch, self.prompt_tokens)
+            self._serve(f"prefill b{batch}", prompts, 1, batch * self.prompt_tokens, counts)
         for batch in batches:
             prompts = passages(self.model, batch, SHORT_TOKENS)
             self._serve(f"decode b{batch}", prompts, num_steps + 1, batch, counts)
@@ -247,11 +250,12 @@ class _Trial:
         outputs = self.server.generate(prompts, params)
         if not counts:
             return
-        waits = [
-            output.metrics.ttft_s if work == "prefill" else output.metrics.tpot_s
-            for output in outputs
-        ]
-        self.seconds.setdefault(work, []).append(median(s for s in waits if s is not None))
+        metrics = [output.metrics for output in outputs]
+        if work.startswith("prefill"):
+            seconds = max(m.ttft_s for m in metrics if m.ttft_s is not None)
+        else:
+            seconds = median(m.tpot_s for m in metrics if m.tpot_s is not None)
+        self.seconds.setdefault(work, []).append(seconds)
         self.sizes[work] = size
         if engine:
             phase = work.split()[0]
