@@ -21,9 +21,10 @@ import torch.distributed as dist
 
 import pdlab
 from pdlab import Engine, EngineConfig, SamplingParams
+from pdlab.child.job import Meeting
 from pdlab.disagg.hosts.command_line import prompt_of
 from pdlab.disagg.hosts.host import WorkerDied
-from pdlab.disagg.hosts.ranks import Meeting, _parser, _specs, rank_cluster, serve_rank
+from pdlab.disagg.hosts.ranks import _parser, _specs, rank_cluster, serve_rank
 from pdlab.disagg.hosts.spec import TransportSpec, WorkerSpec
 
 NAME = "random:tiny-llama"

@@ -62,7 +62,8 @@ def alone(model: Model) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def cluster(model: Model) -> Iterator[RayCluster]:
-    from pdlab.disagg.hosts.ray_cluster import ActorOptions, ray_cluster
+    from pdlab.child.ray_room import ActorOptions
+    from pdlab.disagg.hosts.ray_cluster import ray_cluster
 
     path = os.environ.get("PYTHONPATH")
     mine = specs(TransportSpec("ray"), p0="prefill", d0="decode", d1="decode")
@@ -138,7 +139,8 @@ def test_what_a_killed_actor_had_goes_on_elsewhere(
 
 
 def test_what_ray_cannot_place_is_refused(cluster: RayCluster, model: Model) -> None:
-    from pdlab.disagg.hosts.ray_cluster import ActorOptions, ray_cluster
+    from pdlab.child.ray_room import ActorOptions
+    from pdlab.disagg.hosts.ray_cluster import ray_cluster
 
     mine = specs(TransportSpec("ray"), p0="prefill")
     with pytest.raises(ValueError, match=r"no room for .*'CPU': 999"):
@@ -170,8 +172,9 @@ def test_the_command_line_names_what_is_wrong(
 
 
 def test_a_worker_that_cannot_be_made_says_why(cluster: RayCluster, model: Model) -> None:
+    from pdlab.child.ray_room import ActorOptions
     from pdlab.disagg.hosts.host import WorkerDied
-    from pdlab.disagg.hosts.ray_cluster import ActorOptions, ray_cluster
+    from pdlab.disagg.hosts.ray_cluster import ray_cluster
 
     [spec] = specs(TransportSpec("ray"), p0="prefill")
     with pytest.raises(WorkerDied, match=r"worker p0 is lost: .*ValueError: .*'no-such-model'"):
@@ -185,6 +188,7 @@ def test_a_worker_that_cannot_be_made_says_why(cluster: RayCluster, model: Model
 def test_kv_and_logits_are_those_of_one_engine_bit_for_bit(
     cluster: RayCluster, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from pdlab.child.ray_room import ActorOptions
     from pdlab.disagg.hosts import ray_actor as actors
     from pdlab.disagg.hosts.ray_cluster import ray_cluster
 
@@ -199,7 +203,7 @@ def test_kv_and_logits_are_those_of_one_engine_bit_for_bit(
             super().__init__(spec)
 
     monkeypatch.setattr(actors, "WorkerActor", Watched)
-    options = actors.ActorOptions(num_cpus=0)
+    options = ActorOptions(num_cpus=0)
     with ray_cluster(model, pair_of(TransportSpec("ray")), options=options) as other:
         check_both_ways(other)
 
@@ -207,7 +211,8 @@ def test_kv_and_logits_are_those_of_one_engine_bit_for_bit(
 def test_sockets_join_actors_on_their_nodes_addresses(
     cluster: RayCluster, model: Model, alone: list[list[int]]
 ) -> None:
-    from pdlab.disagg.hosts.ray_cluster import ActorOptions, ray_cluster
+    from pdlab.child.ray_room import ActorOptions
+    from pdlab.disagg.hosts.ray_cluster import ray_cluster
 
     options = {"p0": ActorOptions(num_cpus=0.25), "d0": ActorOptions(num_cpus=0)}
     transport = TransportSpec("socket", {"token": new_token(), "family": "tcp"})

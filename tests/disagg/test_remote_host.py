@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from pdlab import Engine, SamplingParams
+from pdlab.child.inbox import Inbox
 from pdlab.disagg.hosts import remote_host
 from pdlab.disagg.hosts.loop import Answer, Ask, Stop, serve
-from pdlab.disagg.hosts.remote_host import Inbox, RemoteHost
+from pdlab.disagg.hosts.remote_host import RemoteHost
 from pdlab.disagg.messages import Arrival, Command, Ended, Hello, Produced, Serve
 from pdlab.disagg.router import RouterConfig
 from pdlab.disagg.transport.in_process import InProcess, Switchboard

@@ -12,7 +12,8 @@ from torch import Tensor, uint8
 
 from pdlab import Engine
 from pdlab.child import process
-from pdlab.disagg.hosts.ranks import Meeting, serve_rank
+from pdlab.child.job import Meeting
+from pdlab.disagg.hosts.ranks import serve_rank
 from pdlab.disagg.hosts.spec import WorkerSpec
 
 CALL = "import_module(module).main(descriptor)"

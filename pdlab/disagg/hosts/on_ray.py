@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from pdlab.child.ray_room import ActorOptions
 from pdlab.disagg.hosts.command_line import (
     add_arguments,
     link_of,
@@ -17,7 +18,6 @@ from pdlab.disagg.hosts.command_line import (
     worker_spec,
 )
 from pdlab.disagg.hosts.host import WorkerDied
-from pdlab.disagg.hosts.ray_actor import ActorOptions
 from pdlab.disagg.hosts.ray_cluster import STRATEGIES, ray_cluster
 from pdlab.disagg.hosts.spec import TransportSpec
 from pdlab.disagg.transport.sockets import new_token

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from pdlab.child.job import Meeting
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.hosts.command_line import (
     add_arguments,
@@ -30,7 +31,7 @@ from pdlab.disagg.hosts.command_line import (
     worker_spec,
 )
 from pdlab.disagg.hosts.host import WorkerDied
-from pdlab.disagg.hosts.rank_cluster import Meeting, rank_cluster, serve_rank
+from pdlab.disagg.hosts.rank_cluster import rank_cluster, serve_rank
 from pdlab.disagg.hosts.spec import TransportSpec, WorkerSpec
 from pdlab.models import load_outline
 

@@ -12,18 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util.placement_group import (
-    VALID_PLACEMENT_GROUP_STRATEGIES,
-    PlacementGroup,
-    placement_group,
-    remove_placement_group,
-)
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import VALID_PLACEMENT_GROUP_STRATEGIES
 
+from pdlab.child.ray_room import ActorOptions, RayRoom
 from pdlab.disagg.cluster import Cluster
 from pdlab.disagg.hosts.loop import START_S
-from pdlab.disagg.hosts.own_ray import OwnRay
-from pdlab.disagg.hosts.ray_actor import ActorOptions, RayHost
+from pdlab.disagg.hosts.ray_actor import RayHost
 from pdlab.disagg.hosts.spec import WorkerSpec
 from pdlab.disagg.router_config import RouterConfig
 from pdlab.models import Model
@@ -65,23 +59,20 @@ def ray_cluster(
     """
     require_choice("strategy", strategy, STRATEGIES)
     shares = _shares(specs, options)
-    own = None if ray.is_initialized() else OwnRay(address, [share.bundle for share in shares])
-    group: PlacementGroup | None = None
+    room = RayRoom(shares, address=address, strategy=strategy, timeout_s=start_timeout_s)
     hosts: list[RayHost] = []
     try:
-        group = _placed(shares, strategy, start_timeout_s)
         prefix = f"pdlab-{secrets.token_hex(4)}"
         has_others = sum(node["Alive"] for node in ray.nodes()) > 1
-        for index, (spec, share) in enumerate(zip(specs, shares, strict=True)):
-            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        for index, spec in enumerate(specs):
             spec = _reachable(spec, has_others)
-            hosts.append(RayHost(spec, share, place, prefix, start_timeout_s=start_timeout_s))
+            hosts.append(RayHost(spec, room, index, prefix, start_timeout_s=start_timeout_s))
         pairs = [(host, spec.role) for host, spec in zip(hosts, specs, strict=True)]
-        return RayCluster(model, pairs, router, group=group, own_ray=own, seed=seed)
+        return RayCluster(model, pairs, router, room=room, seed=seed)
     except BaseException:
         for host in hosts:
             host.close()
-        _leave_ray(group, own)
+        room.leave()
         raise
 
 
@@ -89,27 +80,16 @@ class RayCluster(Cluster):
     """A cluster of actors. See `ray_cluster`.
 
     Args:
-        group: what the actors were placed with; removed at the end.
-        own_ray: what is ended with it.
+        room: what the actors live in; left at the end.
     """
 
-    def __init__(self, *args: Any, group: PlacementGroup, own_ray: OwnRay | None, **others: Any):
+    def __init__(self, *args: Any, room: RayRoom, **others: Any):
         super().__init__(*args, **others)
-        self._group: PlacementGroup | None = group
-        self._own_ray = own_ray
+        self._room = room
 
     def close(self) -> None:
         super().close()
-        group, self._group = self._group, None
-        if group is not None:
-            _leave_ray(group, self._own_ray)
-
-
-def _leave_ray(group: PlacementGroup | None, own: OwnRay | None) -> None:
-    if group is not None and ray.is_initialized():
-        remove_placement_group(group)
-    if own is not None:
-        own.end()
+        self._room.leave()
 
 
 def _shares(
@@ -128,25 +108,6 @@ def _shares(
             raise ValueError(f"options names {', '.join(sorted(unknown))}; there are {names}")
         return [options.get(name, ActorOptions()) for name in names]
     return [options or ActorOptions()] * len(names)
-
-
-def _placed(shares: Sequence[ActorOptions], strategy: str, timeout_s: float) -> PlacementGroup:
-    """Room for all actors at once.
-
-    Raises:
-        ValueError: there is none.
-    """
-    bundles = [share.bundle or {"memory": 1} for share in shares]  # Ray wants something of each
-    group = placement_group(bundles, strategy=strategy)
-    if not group.wait(timeout_s):
-        remove_placement_group(group)
-        known = {"CPU", "GPU", *(name for bundle in bundles for name in bundle)}
-        free = {name: ray.available_resources().get(name, 0) for name in sorted(known)}
-        raise ValueError(
-            f"options: Ray found no room for {bundles} ({strategy}) within {timeout_s:g} s; "
-            f"it has {free}"
-        )
-    return group
 
 
 def _reachable(spec: WorkerSpec, has_others: bool) -> WorkerSpec:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from pdlab.disagg.transport.bell import Bell
+from pdlab.child.bell import Bell
 from pdlab.disagg.transport.interface import Address, Failure, Parcel
 
 REMEMBERED = 4096

@@ -34,6 +34,7 @@ from ray import ObjectRef
 from ray.exceptions import RayError
 from torch import Tensor
 
+from pdlab.child.ray_actor import brief
 from pdlab.disagg.transport.carrier import CarriedTransport, Carrier, Lost, OnFrame, OnLost
 from pdlab.disagg.transport.frames import BadFrame, Frame, frame_of, parcel_of
 from pdlab.disagg.transport.interface import Address, Parcel, Ticket
@@ -42,7 +43,6 @@ from pdlab.link import Link
 PING_S = 1.0
 """Between two questions to an idle peer whether it lives."""
 GOODBYE_S = 1.0
-MOST_REASON_CHARS = 400
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,6 @@ class RayTransport(CarriedTransport):
     def close(self) -> None:
         super().close()
         self._objects.clear()
-
-
-def brief(error: BaseException) -> str:
-    """What an error of Ray says at its end: why an actor is dead, or what was raised there."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[-1].partition(" Some common causes")[0] if lines else "no reason is given"
-    return f"{type(error).__name__}: {said}"[:MOST_REASON_CHARS]
 
 
 def _put(parcel: Parcel) -> ObjectRef:

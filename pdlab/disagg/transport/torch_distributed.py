@@ -15,7 +15,6 @@ The ranks are fixed when the groups are made: who dies cannot come back into the
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pdlab.child.gloo import FOREVER, break_off, gloo_group, reason_of
 from pdlab.disagg.transport.carrier import CarriedTransport, Carrier, Lost, OnFrame, OnLost
 from pdlab.disagg.transport.frames import PREFIX, Frame, decode_header, decode_prefix, encode
 from pdlab.disagg.transport.interface import Address
@@ -33,10 +33,8 @@ from pdlab.disagg.transport.outbox import Outbox
 from pdlab.link import Link
 
 HEAD_BYTES = 2048
-HEAD, PAYLOAD, NEVER = 0, 1, 2
-"""Tags of the messages. Nobody ever sends the third."""
-FOREVER = timedelta(days=365)
-"""gloo takes a wait that times out for the end of the connection, so waits do not time out."""
+HEAD, PAYLOAD = 0, 1
+"""Tags of the messages."""
 GOODBYE_S = 1.0
 
 
@@ -173,7 +171,7 @@ class _Pair:
         self.carrier = carrier
         self.peer = peer
         self._me, self._other = me, 1 - me
-        self._group = _gloo_group(dist.PrefixStore("gloo", store), me, host, timeout)
+        self._group = gloo_group(dist.PrefixStore("gloo", store), me, 2, host, timeout)
         self._lanes = _lanes(store, me, self._group, carrier.device)
         self.outbox = Outbox()
         self._lost = ""
@@ -220,7 +218,7 @@ class _Pair:
                 self.carrier.on_frame(self.peer, frame)
             reason = "it closed"
         except Exception as error:  # whatever it is: the peer is lost, the thread ends in order
-            reason = self._lost or _first_line(error)
+            reason = self._lost or reason_of(error)
         self._lost = reason
         unsent = self.outbox.end()
         if not self._is_leaving:
@@ -233,7 +231,7 @@ class _Pair:
                 if frame.payload is not None and frame.payload.numel():
                     self._send(frame.payload)
         except RuntimeError as error:
-            self._lost = _first_line(error)
+            self._lost = reason_of(error)
             self._break()  # the receiving thread sees that, and reports it
 
     def _send(self, payload: Tensor) -> None:
@@ -253,16 +251,9 @@ class _Pair:
             torch.cuda.current_stream(self.carrier.device).synchronize()
 
     def _break(self) -> None:
-        """End what the threads wait for: a wait that times out makes gloo close its connection."""
+        """End what the threads wait for."""
         if self._receiver.is_alive():
-            with contextlib.suppress(RuntimeError):
-                nothing = torch.empty(1, dtype=torch.uint8)
-                self._group.recv([nothing], self._other, NEVER).wait(timedelta(milliseconds=1))
-
-
-def _first_line(error: Exception) -> str:
-    """What gloo says, without where in its source it says so."""
-    return str(error).partition("\n")[0]
+            break_off(self._group, self._other)
 
 
 def _encode(frame: Frame) -> Tensor:
@@ -275,15 +266,6 @@ def _decode(head: Tensor) -> Frame:
     data = head.numpy().tobytes()
     prefix = decode_prefix(data)
     return decode_header(data[PREFIX.size : PREFIX.size + prefix.header_bytes], prefix)
-
-
-def _gloo_group(store: dist.Store, rank: int, host: str, timeout: timedelta) -> Any:
-    """A gloo group of two that listens on one interface."""
-    gloo: Any = dist.ProcessGroupGloo  # torch declares less than it has, and not in all versions
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host)]
-    options._timeout = timeout
-    return gloo(store, rank, 2, options)
 
 
 def _lanes(store: dist.Store, rank: int, gloo: Any, device: torch.device) -> list[Any]:
