@@ -29,11 +29,16 @@ LOGIT_BYTES = 4
 """Logits are fp32, whatever the model's dtype."""
 
 
+Part = Literal["embed", "output", "mlp", "logits", "hidden"]
+PARTIAL_SUMS: tuple[Part, Part] = ("output", "mlp")
+"""In each layer."""
+
+
 class Collective(NamedTuple):
     """One rank's part in one exchange: the fields of a `CollectiveRecord` that need no clock."""
 
     kind: Literal["all_reduce", "gather", "send"]
-    part: Literal["embed", "output", "mlp", "logits", "hidden"]
+    part: Part
     rank: int
     layer: int | None
     """The model's number of the layer, where it belongs to one."""
@@ -130,26 +135,27 @@ def exchanged(
 ) -> Iterator[Collective]:
     """What one rank exchanges for one micro-batch, in order; see `collectives_of`."""
     hidden, ranks = plan.config.hidden_size, plan.tensor_parallel
-    rank = shard.rank
-
-    def all_reduce(
-        part: Literal["embed", "output", "mlp"], layer: int | None, tile: int
-    ) -> Collective:
-        sent = all_reduce_bytes(tile, hidden, element_bytes, ranks)[shard.place]
-        whole = tile * hidden * element_bytes
-        return Collective("all_reduce", part, rank, layer, micro_batch, whole, sent)
-
+    rank, tile = shard.rank, row_tile or rows
     if ranks > 1:
+        sent = {
+            n: all_reduce_bytes(n, hidden, element_bytes, ranks)[shard.place] for n in (rows, tile)
+        }
+        row_bytes = hidden * element_bytes
+
+        def all_reduce(part: Part, layer: int | None, n: int) -> Collective:
+            return Collective("all_reduce", part, rank, layer, micro_batch, n * row_bytes, sent[n])
+
         if shard.has_embedding:
             yield all_reduce("embed", None, rows)
-        tiles = [row_tile] * -(-rows // row_tile) if row_tile else [rows]
+        num_tiles = -(-rows // tile)
         for layer in shard.layers:
-            yield from (all_reduce("output", layer, tile) for tile in tiles)
-            yield from (all_reduce("mlp", layer, tile) for tile in tiles)
+            for part in PARTIAL_SUMS:
+                yield from [all_reduce(part, layer, tile)] * num_tiles
     if not shard.has_head:
         size = rows * hidden * element_bytes
         yield Collective("send", "hidden", rank, None, micro_batch, size, size)
     elif ranks > 1 and sampled:
         size = sampled * len(shard.vocabulary) * LOGIT_BYTES
-        sent = size if shard.place else 0
-        yield Collective("gather", "logits", rank, None, micro_batch, size, sent)
+        yield Collective(
+            "gather", "logits", rank, None, micro_batch, size, size * (shard.place > 0)
+        )

@@ -39,6 +39,7 @@ from pdlab.workbench.memory_ledger import MemoryLedger
 from pdlab.workbench.notebooks import execute_notebook
 from pdlab.workbench.overlap_view import OverlapView
 from pdlab.workbench.palette import legend
+from pdlab.workbench.parallel_planner import ParallelPlanner
 from pdlab.workbench.pd_lab import PDLab
 from pdlab.workbench.pipeline_runs import record_pipelines
 from pdlab.workbench.planner_data import plan_choices
@@ -67,6 +68,7 @@ __all__ = [
     "MemoryLedger",
     "OverlapView",
     "PDLab",
+    "ParallelPlanner",
     "PolicyLab",
     "Predictions",
     "RooflineView",
