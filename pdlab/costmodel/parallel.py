@@ -13,6 +13,9 @@ With p stages a step is cut into m micro-batches, which follow each other throug
 take the same slot, the step takes m + p - 1 slots, and of these each stage spends p - 1 without
 work: the bubble (Huang et al. 2019, "GPipe", section 2.3). A micro-batch reads all weights of its
 stage again, so decode, which waits for weights, gains nothing by more of them.
+
+A step ends before the next one begins, as in our engine. A server that has as many batches in
+flight as stages fills the bubble with other requests: more tokens a second, none of them sooner.
 """
 
 from __future__ import annotations

@@ -110,10 +110,11 @@ def _phases(record: StepRecord) -> dict[int, str]:
     """What each micro-batch consists of: its rows are those of the sequences, in order."""
     of_rows = [s.phase for s in [*record.sequences, *record.wasted] for _ in range(s.num_tokens)]
     first = record.rank_spans[0].rank
-    phases, at = {}, 0
+    phases: dict[int, str] = {}
+    at = 0
     for span in record.rank_spans:
         if span.rank == first:
-            own = set(of_rows[at : at + span.num_tokens])
+            own: set[str] = set(of_rows[at : at + span.num_tokens])
             phases[span.micro_batch] = own.pop() if len(own) == 1 else "mixed"
             at += span.num_tokens
     return phases

@@ -12,18 +12,18 @@ from pdlab.workbench.figures.style import INK, milliseconds, styled
 from pdlab.workbench.palette import MEANING, MEMORY, STAGE
 from pdlab.workbench.planner_data import Choice, Plans
 
-BUBBLE = {
+BUBBLE: dict[str, Any] = {
     "color": MEANING["free"],
     "pattern": {"shape": "/", "size": 6, "fgcolor": INK.muted, "fgopacity": 0.35},
 }
 """Of a bar: nothing is computed."""
-TIMES = {
+TIMES: dict[str, tuple[str, dict[str, Any]]] = {
     "compute": ("compute_s", {"color": STAGE["forward"]}),
     "collectives": ("collective_s", {"color": MEANING["transfer"]}),
     "bubbles and sends": ("waiting_s", BUBBLE),
 }
 """Parts of a step, of the stage with the most work."""
-HELD = {
+HELD: dict[str, tuple[str, dict[str, Any]]] = {
     "weights": ("weights", {"color": MEMORY["weights"]}),
     "K and V": ("kv", {"color": MEMORY["used"]}),
     "activations": ("activations", {"color": MEMORY["activations"]}),
