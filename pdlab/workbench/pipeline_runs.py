@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from pdlab.engine import Engine, EngineConfig, SamplingParams
 from pdlab.models import Model
+from pdlab.parallel import ParallelRunner
 from pdlab.requirements import require_int
 from pdlab.trace.trace import Trace
 from pdlab.workbench.experiments import random_prompt
+from pdlab.workbench.lesson import progress
 
 MICRO_BATCHES = (1, 2, 4, 8)
 
@@ -33,7 +35,7 @@ def record_pipelines(
         prompt_tokens: of the prompt that is computed alone, drawn at random.
         batch: sequences that then decode together.
         output_tokens: of each of them.
-        config: the engine's other knobs; by default ranks are threads of this process.
+        config: the engine's other knobs.
 
     Returns:
         traces by name: `1 micro-batch`, `2 micro-batches` and so on.
@@ -45,23 +47,30 @@ def record_pipelines(
         raise ValueError("micro_batches is empty: it needs at least 1")
     require_int("prompt_tokens", prompt_tokens, least=1)
     require_int("batch", batch, least=1)
-    base = config or EngineConfig(rank_host="thread")
+    for count in micro_batches:
+        require_int("micro_batches", count, least=1)
+    knobs = replace(
+        config or EngineConfig(),
+        pipeline_parallel=pipeline_parallel,
+        micro_batches=None,
+        enable_prefix_cache=False,
+    )
     params = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
     prompt = random_prompt(model, prompt_tokens)
     short = [random_prompt(model, 4, seed=i) for i in range(batch)]
     runs = {}
-    for count in micro_batches:
-        knobs = replace(
-            base,
-            pipeline_parallel=pipeline_parallel,
-            micro_batches=count,
-            enable_prefix_cache=False,
-        )
-        with Engine(model, knobs) as engine:
+    with Engine(model, knobs) as engine:
+        assert isinstance(engine.runner, ParallelRunner)
+        for count in progress(micro_batches, "micro-batches"):
+            engine.runner.micro_batches = count
             for _ in range(2):  # the first time warms up
                 first = len(engine.trace.steps)
                 engine.generate(prompt, replace(params, max_tokens=1))
                 engine.generate(short, params)
             name = f"{count} micro-batch{'es' * (count > 1)}"
-            runs[name] = replace(engine.trace, steps=engine.trace.steps[first:])
+            runs[name] = replace(
+                engine.trace,
+                engine=engine.trace.engine | {"micro_batches": count},
+                steps=engine.trace.steps[first:],
+            )
     return runs

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from pdlab import EngineConfig
 from pdlab.workbench import BubbleView, record_pipelines
 from pdlab.workbench.picture import find_browser, widget_page
 from tests.helpers import random_model
@@ -52,7 +53,12 @@ def test_steps_and_runs_are_chosen_from_python_and_clipped() -> None:
 def test_a_model_s_runs_are_recorded_and_do_the_same_work() -> None:
     """One prompt of 12 tokens, then 3 sequences of 4 tokens that decode twice."""
     view = BubbleView(
-        random_model(ODD), micro_batches=[1, 3], prompt_tokens=12, batch=3, output_tokens=3
+        random_model(ODD),
+        micro_batches=[1, 3],
+        prompt_tokens=12,
+        batch=3,
+        output_tokens=3,
+        config=EngineConfig(rank_host="thread"),
     )
     assert [label.partition(": ")[2] for label in view.steps] == [
         "prefill, 12 tokens", "prefill, 12 tokens", "decode, 3 tokens", "decode, 3 tokens"
