@@ -52,16 +52,19 @@ RECORDED = LinearStepTimes(
 
 CHAT, DOCUMENT, QUESTION = "chat", "document", "question"
 CHATS = 4
-CHAT_TOKENS = 32
+CHAT_TOKENS = 22
 """To be written for each chat, so many that they last: see `PHASE_STEPS`."""
-DOCUMENT_AFTER = 6
+DOCUMENT_AFTER = 4
 """Decode steps from the beginning to the long document."""
-QUESTIONS_AFTER = (8.0, 8.5, 9.0)
+QUESTIONS_AFTER = (6.0, 6.5, 7.0)
 """To the short questions: later than a step that is under way when the document comes, and sooner
 than the document's own step is over, if it is computed in one."""
-PHASE_STEPS = 6
+PHASE_STEPS = 4
 """Of decodes in a row, for `decode_first`: so few that they are over long before the chats are,
 even where decode steps are only half as long as the scene takes them to be."""
+WARM_UP_STEPS = 4
+PACE_TOKENS = (8, 10, 12, 14)
+"""To be written for each chat where they are alone."""
 
 
 class Scene(NamedTuple):
@@ -89,10 +92,10 @@ def scene(step_s: float) -> Scene:
     """
     require_number("step_s", step_s, 1e-6, 1e6)
     chats = [TraceRequest(0.0, 40, CHAT_TOKENS) for _ in range(CHATS)]
-    document = TraceRequest(DOCUMENT_AFTER * step_s, 600, 8)
+    document = TraceRequest(DOCUMENT_AFTER * step_s, 520, 4)
     questions = [
         TraceRequest(after * step_s, 24, num_output)
-        for after, num_output in zip(QUESTIONS_AFTER, (6, 8, 10), strict=True)
+        for after, num_output in zip(QUESTIONS_AFTER, (4, 5, 6), strict=True)
     ]
     return Scene([*chats, document, *questions], [CHAT] * CHATS + [DOCUMENT] + [QUESTION] * 3)
 
@@ -159,12 +162,12 @@ def serve(model: Model, requests: Sequence[TraceRequest], config: EngineConfig) 
 def pace(model: Model) -> Played:
     """The four chats alone; they end one after the other, so that smaller batches are seen, too.
 
-    They are served twice: the first time is for a machine that has just woken up, and is thrown
-    away.
+    A few of their steps are served before: they are for a machine that has just woken up, and are
+    thrown away.
     """
-    chats = [TraceRequest(0.0, 40, num_output) for num_output in (12, 14, 16, 18)]
-    serve(model, chats, EngineConfig(num_blocks=128))
-    return serve(model, chats, EngineConfig(num_blocks=128))
+    config = EngineConfig(num_blocks=128)
+    serve(model, [TraceRequest(0.0, 40, WARM_UP_STEPS)] * CHATS, config)
+    return serve(model, [TraceRequest(0.0, 40, num_output) for num_output in PACE_TOKENS], config)
 
 
 def play(
