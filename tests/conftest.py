@@ -31,6 +31,7 @@ LONGEST = (
     "notebooks/07_scheduling.ipynb",
     "notebooks/09_kernels_and_speed.ipynb",
     "notebooks/10_speculation_and_overlap.ipynb",
+    "notebooks/11_parallelism.ipynb",
     "notebooks/03_paged_kv.ipynb",
     "notebooks/04_kv_formats.ipynb",
     "notebooks/05_windows_and_eviction.ipynb",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any, Protocol
 
 import torch
-from tqdm.auto import tqdm
 
 from pdlab.bench.files import write_by_line
 from pdlab.bench.prompts import passages
@@ -154,7 +153,7 @@ def measure_parallel(
     prompt_tokens: int = PROMPT_TOKENS,
     num_steps: int = 16,
     rounds: int = 3,
-    progress: bool = False,
+    watch: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> ParallelCosts:
     """Serve a prompt, and batches that decode, in every way.
 
@@ -165,6 +164,7 @@ def measure_parallel(
         name: of the model, as of `load`.
         prompt_tokens: of the prompt whose first token is waited for.
         num_steps: decode steps of a round.
+        watch: gives the rounds back one after the other, and may show how far they are.
 
     Raises:
         ValueError: an argument is out of range, or the model cannot be cut so.
@@ -178,7 +178,7 @@ def measure_parallel(
     model = load(name, dtype="fp32", progress=False)
     with ExitStack() as stack:
         trials = [stack.enter_context(_trial(model, way, prompt_tokens)) for way in ways]
-        for number in tqdm(range(rounds + 1), unit="round", disable=not progress):
+        for number in watch(range(rounds + 1)):
             for trial in trials[:: -1 if number % 2 else 1]:
                 trial.turn(batches, num_steps, counts=number > 0)  # the first warms up
         costs = [cost for trial in trials for cost in trial.costs()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,7 @@ def parallel(
     with one_line_errors():
         from rich.console import Console
         from rich.table import Table
+        from tqdm.auto import tqdm
 
         from pdlab.bench.parallel import BATCHES, by_work, measure_parallel
         from pdlab.cli.walk import check_save
@@ -42,7 +44,7 @@ def parallel(
             prompt_tokens=prompt_tokens,
             num_steps=steps,
             rounds=rounds,
-            progress=console.is_terminal,
+            watch=partial(tqdm, unit="round", disable=not console.is_terminal),
         )
         console.print(
             f"[bold]measured[/]: {found.model}, {found.machine['threads']} threads in all, torch "

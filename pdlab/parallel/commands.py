@@ -43,7 +43,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Logits:
-    """Of more rows of the last step; answered as `Ran.logits`."""
+    """Of more rows of the last step; answered by `Ran`."""
 
     rows: list[int]
 

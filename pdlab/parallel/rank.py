@@ -159,12 +159,13 @@ class Rank:
                 apart["communicate"] += record.wall_s
         return apart
 
-    def _logits(self, rows: list[int]) -> Tensor | None:
-        if not self.shard.has_head:
-            return None
-        hidden = torch.cat(self._hidden)
-        logits = self._whole(self._runner.logits(hidden, rows))
-        return None if logits is None else logits.cpu()
+    def _logits(self, rows: list[int]) -> Ran:
+        self._communicator.begin()
+        logits = None
+        if self.shard.has_head:
+            logits = self._whole(self._runner.logits(torch.cat(self._hidden), rows))
+        records = self._communicator.records
+        return Ran(None if logits is None else logits.cpu(), records, [], {})
 
     def _whole(self, logits: Tensor) -> Tensor | None:
         """The logits of all the vocabulary, on the stage's first rank."""

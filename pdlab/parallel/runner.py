@@ -125,7 +125,8 @@ class ParallelRunner(ModelRunner):
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         """Of some rows of the last step, float32 [num_rows, vocab_size]."""
         answers = self.ranks.ask(Logits(rows))
-        logits: Tensor = answers[self._first_of_last_stage]
+        self._ran += answers
+        logits: Tensor = answers[self._first_of_last_stage].logits
         return logits
 
     @property

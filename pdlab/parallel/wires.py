@@ -17,6 +17,8 @@ from pdlab.link import Bookings, Link
 
 PATIENCE_S = 120.0
 """How long a rank waits for another one: a step of it, at most."""
+SLEEPS_LATE_S = 2e-4
+"""By how much a sleep may take longer than it was to."""
 
 
 class Wires(Protocol):
@@ -113,10 +115,17 @@ class SlowWires:
         due_s = torch.empty(1, dtype=torch.float64)
         self._wires.receive(source, due_s)
         self._wires.receive(source, into)
-        time.sleep(max(0.0, due_s.item() - time.perf_counter()))
+        _wait_until(due_s.item())
 
     def flush(self) -> None:
         self._wires.flush()
 
     def close(self) -> None:
         self._wires.close()
+
+
+def _wait_until(due_s: float) -> None:
+    """To the microsecond: what sleeps is woken late, by more than a fast link takes."""
+    while (left_s := due_s - time.perf_counter()) > 0:
+        if left_s > SLEEPS_LATE_S:
+            time.sleep(left_s - SLEEPS_LATE_S)

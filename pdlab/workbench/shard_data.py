@@ -98,9 +98,11 @@ def micro_batches_of(sequences: Sequence[SequenceRecord], most: int) -> list[tup
 
 
 def _by_formula(trace: Trace, record: StepRecord) -> dict[str, int] | None:
-    """Bytes on the wire by part, from the shapes alone; None where sequences were computed in vain,
-    because nobody wrote down how many of their rows were sampled from."""
-    if record.wasted:
+    """Bytes on the wire by part, from the shapes alone; None where nobody wrote down how many rows
+    had logits: where sequences were computed in vain, or a prompt's logprobs were asked for."""
+    requests = {s: r for r in trace.requests.values() for s in r.sequence_ids}
+    asked = [requests[s.sequence_id].params for s in record.sequences if s.sequence_id in requests]
+    if record.wasted or any(params.get("prompt_logprobs") is not None for params in asked):
         return None
     plan = plan_of(trace)
     pieces = micro_batches_of(

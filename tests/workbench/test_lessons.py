@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+import torch
 
 import pdlab
 from pdlab import Engine, Model, SamplingParams
@@ -46,6 +47,7 @@ def test_there_are_lessons() -> None:
         "08_disaggregation",
         "09_kernels_and_speed",
         "10_speculation_and_overlap",
+        "11_parallelism",
     ]
 
 
@@ -83,6 +85,7 @@ def lesson_names(smollm2: Model, hardware: Hardware) -> dict[str, object]:
         engine.generate("One, two,", SamplingParams(max_tokens=2))
         return {
             "pdlab": pdlab,
+            "torch": torch,
             "wb": wb,
             "Chunk": Chunk,
             "load_hardware": load_hardware,

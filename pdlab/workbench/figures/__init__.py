@@ -19,6 +19,7 @@ from pdlab.workbench.figures.memory import block_grid, kv_occupancy
 from pdlab.workbench.figures.overlap import overlap_timeline
 from pdlab.workbench.figures.parallel import (
     collectives_of_step,
+    parallel_gains,
     pipeline_timeline,
     shard_map,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "overlap_figure",
     "overlap_timeline",
     "own_work_figure",
+    "parallel_gains",
     "parallel_plan",
     "perplexity_by_position",
     "pipeline_timeline",

@@ -170,7 +170,8 @@ def exchange_words(record: StepRecord, told: Sequence[Exchange]) -> str:
     else:
         compared = f"; the formula says {mega(sum(e.formula_bytes or 0 for e in told), 'B')}"
     return (
-        f"Step {record.step} ({record.phase}, {record.num_tokens} tokens): "
+        f"Step {record.step} ({record.phase}, {record.num_tokens} "
+        f"token{'s' * (record.num_tokens != 1)}): "
         f"{mega(total, 'B')} on the wires{compared}"
     )
 
@@ -279,3 +280,28 @@ def _lane(shown: Mapping[str, Pipeline], name: str, rank: int) -> str:
         else (f"rank {rank} (stage {each.stage(rank)})")
     )
     return f"{name}: {lane}" if len(shown) > 1 else lane
+
+
+# --- what it buys ---------------------------------------------------------------------------------
+
+
+def parallel_gains(gains: Mapping[str, Mapping[str, float]], source: str) -> go.Figure:
+    """Tokens a second of several ways to use the same cores, times those of the first.
+
+    Args:
+        gains: by way, then by kind of work.
+    """
+    figure = go.Figure()
+    first, *others = gains
+    works = list(gains[first])
+    for index, way in enumerate(others):
+        figure.add_bar(
+            name=way, x=works, y=[gains[way][work] for work in works],
+            marker_color=run_color(index), text=[f"{gains[way][work]:.2f}" for work in works],
+            textposition="outside", cliponaxis=False, textfont={"size": 14},
+            hovertemplate="%{x}, " + way + ": %{y:.2f} times<extra></extra>",
+        )  # fmt: skip
+    figure.add_hline(y=1, line_width=1.5, line_dash="dot", line_color=MEANING["waiting"])
+    figure.update_yaxes(title_text=f"tokens a second, times {first}", rangemode="tozero")
+    most, way, work = max((gains[way][work], way, work) for way in others for work in works)
+    return styled(figure, f"{work}: {way} gives {most:.2f} times the tokens of {first}", source)

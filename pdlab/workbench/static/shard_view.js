@@ -63,7 +63,7 @@ class ShardView {
     const pieces = frame.micro_batches;
     const exchanged = Math.max(0, ...frame.exchanges.map((e) => e.wall_s));
     this.note.textContent = pieces.length > 1 ? `${frame.num_tokens} rows in ${pieces.length} micro-batches: ${pieces.join(" + ")}; the step took ${duration(frame.wall_s)}`
-      : `every rank of a stage computes all ${frame.num_tokens} rows, with its part of the weights; the step took ${duration(frame.wall_s)}${exchanged ? "" : "; nothing travelled"}`;
+      : `every rank of a stage computes ${frame.num_tokens === 1 ? "the one row" : `all ${frame.num_tokens} rows`}, with its part of the weights; the step took ${duration(frame.wall_s)}${exchanged ? "" : "; nothing travelled"}`;
     this.transport.show(this.index, `engine step ${frame.step}`, frame.title);
     this.drawTable(frame);
     this.root.dataset.frame = this.index;
