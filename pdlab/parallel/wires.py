@@ -17,6 +17,8 @@ from pdlab.link import Bookings, Link
 
 PATIENCE_S = 120.0
 """How long a rank waits for another one: a step of it, at most."""
+DUE = torch.float64
+"""How a time is sent."""
 SLEEPS_LATE_S = 2e-4
 """By how much a sleep may take longer than it was to."""
 
@@ -98,7 +100,7 @@ class ThreadWires:
 class SlowWires:
     """Wires as slow as a link, simulated: each tensor is held back until it is due.
 
-    When it is due goes before it; all that a rank sends goes over its one link, one after the
+    When it is due travels with it; all that a rank sends goes over its one link, one after the
     other. Between processes of one machine only: they share a clock.
     """
 
@@ -108,14 +110,14 @@ class SlowWires:
 
     def send(self, target: int, x: Tensor) -> None:
         due_s = self._bookings.book(x.nbytes, time.perf_counter())
-        self._wires.send(target, torch.tensor([due_s], dtype=torch.float64))
-        self._wires.send(target, x)
+        parts = torch.tensor([due_s], dtype=DUE), x.cpu().view(-1)
+        self._wires.send(target, torch.cat([part.view(torch.uint8) for part in parts]))
 
     def receive(self, source: int, into: Tensor) -> None:
-        due_s = torch.empty(1, dtype=torch.float64)
-        self._wires.receive(source, due_s)
-        self._wires.receive(source, into)
-        _wait_until(due_s.item())
+        message = torch.empty(DUE.itemsize + into.nbytes, dtype=torch.uint8)
+        self._wires.receive(source, message)
+        into.copy_(message[DUE.itemsize :].view(into.dtype).view(into.shape))
+        _wait_until(message[: DUE.itemsize].view(DUE).item())
 
     def flush(self) -> None:
         self._wires.flush()
