@@ -58,10 +58,13 @@ class Meeting:
 
         Raises:
             ValueError: one of them is missing, or there is only one rank.
+            RuntimeError: the other ranks did not come in time.
         """
-        store, rank, world_size = next(iter(dist.rendezvous("env://")))
+        rank, world_size = place_in_job()
         if world_size < 2:
             raise ValueError(f"WORLD_SIZE={world_size}: a job needs at least 2 ranks")
+        timeout = timedelta(seconds=MEET_S)
+        store, *_ = next(iter(dist.rendezvous("env://", timeout=timeout)))
         return cls(store, rank, world_size, _own_host(os.environ["MASTER_ADDR"]))
 
     def scope(self, name: str) -> dist.Store:
@@ -75,6 +78,21 @@ class Meeting:
     def shares_machine_with(self, rank: int) -> bool:
         there: bytes = self.store.get(f"pdlab/machine/{rank}")
         return there.decode() == _machine()
+
+
+def place_in_job() -> tuple[int, int]:
+    """This process's rank, and how many there are, as the environment has it.
+
+    Raises:
+        ValueError: it has not.
+    """
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if missing := [name for name in names if name not in os.environ]:
+        raise ValueError(
+            f"{', '.join(missing)} not set: this is no rank of a torch.distributed job, such as "
+            "torchrun starts"
+        )
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def _own_host(master: str) -> str:

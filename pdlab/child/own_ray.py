@@ -14,6 +14,8 @@ from typing import Any
 
 import ray
 
+NAMESPACE = "pdlab-own"
+"""By which a Ray that was begun here, or joined from here, is known."""
 OBJECT_STORE_BYTES = 2**30
 """Of a Ray that is started here. Memory is taken as it is used."""
 
@@ -35,7 +37,7 @@ class OwnRay:
         if address is None:
             self._begin(bundles)
         else:
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         if threading.current_thread() is threading.main_thread() and handler is not None:
             signal.signal(signal.SIGTERM, handler)  # Ray takes it for itself
 
@@ -51,7 +53,7 @@ class OwnRay:
                 except Exception as error:  # Ray has no class of its own for this
                     ray.shutdown()
                     if is_last_try:
-                        self.end()
+                        self.tidy_up()
                         raise RuntimeError(f"Ray did not start on this machine: {error}") from error
                 # The first time, its processes may have to compile what they import.
         finally:
@@ -61,10 +63,16 @@ class OwnRay:
                 else:
                     os.environ[name] = value
 
-    def end(self) -> None:
-        ray.shutdown()
+    def tidy_up(self) -> None:
+        """Remove what only Ray's beginning needs."""
         if self._aside is not None:
             self._aside.cleanup()
+
+
+def is_own() -> bool:
+    """Whether the Ray that this process uses is one that `OwnRay` has begun or joined."""
+    namespace: str = ray.get_runtime_context().namespace
+    return namespace == NAMESPACE
 
 
 def _own_cluster(bundles: Sequence[Mapping[str, float]]) -> dict[str, Any]:
@@ -78,6 +86,7 @@ def _own_cluster(bundles: Sequence[Mapping[str, float]]) -> dict[str, Any]:
         "num_cpus": max(os.cpu_count() or 1, math.ceil(totals.pop("CPU", 0))),
         "resources": totals,
         "object_store_memory": OBJECT_STORE_BYTES,
+        "namespace": NAMESPACE,
         "include_dashboard": False,
         "log_to_driver": False,
         "logging_level": logging.ERROR,

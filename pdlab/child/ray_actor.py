@@ -129,8 +129,9 @@ class ActorCalls:
 
     def send(self, message: Any) -> None:
         """Queue a message. If nobody is there any more, `receive` says so."""
-        self._actor.tell.remote(self._num_sent, message)
-        self._num_sent += 1
+        if not self.is_over:
+            self._actor.tell.remote(self._num_sent, message)
+            self._num_sent += 1
 
     def receive(self) -> list[Any]:
         """What it has said; never waits.
@@ -148,18 +149,15 @@ class ActorCalls:
         self._was_killed = True
         ray.kill(self._actor, no_restart=True)
 
-    def close(self, stop: Any = None, patience_s: float = 0.0) -> None:
-        """Have it end: in good order by a last message, if it obeys in time, else by force."""
+    def close(self, patience_s: float = 0.0) -> None:
+        """Hear its end, if it was asked to, for so long; then end it by force."""
         if ray.is_initialized():
-            if stop is not None and not self.is_over:
-                self.send(stop)
-                self._await_end(patience_s)
+            self._await_end(patience_s)
             # One that could not be reached for a moment was given up, and may still live.
             ray.kill(self._actor, no_restart=True)
         self._inbox.close()
 
     def _await_end(self, patience_s: float) -> None:
-        """Hear it out."""
         things: list[Any] = [self]
         end_s = time.monotonic() + patience_s
         try:

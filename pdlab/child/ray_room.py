@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from pdlab.child.own_ray import OwnRay
+from pdlab.child.own_ray import OwnRay, is_own
 from pdlab.requirements import require_number
 
 
@@ -70,7 +76,8 @@ class RayRoom:
         try:
             # Ray wants something of each
             wanted = [bundle or {"memory": 1} for bundle in bundles]
-            self._group = placement_group(wanted, strategy=strategy)
+            name = f"{_our_names()}{secrets.token_hex(4)}"
+            self._group = placement_group(wanted, strategy=strategy, name=name)
             if not self._group.wait(timeout_s):
                 raise ValueError(_no_room(wanted, strategy, timeout_s))
         except BaseException:
@@ -104,14 +111,34 @@ class RayRoom:
         ).remote(*told)
 
     def leave(self) -> None:
-        """Give it back, and end this process's Ray if it was begun here. Twice is once."""
+        """Give it back, and end this process's Ray if it was begun for such rooms and this is the
+        last. Leaving again does nothing."""
         if self._is_left:
             return
         self._is_left = True
-        if self._group is not None and ray.is_initialized():
-            remove_placement_group(self._group)
+        if ray.is_initialized():
+            if self._group is not None:
+                remove_placement_group(self._group)
+            if is_own() and not self._others():
+                ray.shutdown()
         if self._own is not None:
-            self._own.end()
+            self._own.tidy_up()
+
+    def _others(self) -> list[str]:
+        """Rooms of this process that are still there."""
+        mine = self._group.id.hex() if self._group else ""
+        return [
+            group
+            for group, about in placement_group_table().items()
+            if about["name"].startswith(_our_names())
+            and about["state"] != "REMOVED"
+            and group != mine
+        ]
+
+
+def _our_names() -> str:
+    """How the names of this process's rooms begin."""
+    return f"pdlab-{ray.get_runtime_context().get_job_id()}-"
 
 
 def _no_room(bundles: Sequence[Mapping[str, float]], strategy: str, timeout_s: float) -> str:

@@ -57,6 +57,12 @@ class SocketChannel:
         while not self.flush():
             select.select([], [self._socket], [])
 
+    def wait(self, timeout_s: float) -> None:
+        """Until something has come or, where something is still to be sent, there is room."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+        poll.poll(1000 * timeout_s)
+
     def receive(self) -> list[Any]:
         """The messages that have come; never waits. Sends what can be sent now.
 

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
+from pdlab.engine.interrupts import undisturbed
 from pdlab.engine.runner import RunnerLost
 from pdlab.parallel.commands import Command, Failed, Logits, Ready, Run, Stop
 from pdlab.parallel.rank import Rank
@@ -17,6 +18,8 @@ ANSWER_S = 600.0
 """How long it may take to answer. Ranks that wait for one another in vain give up sooner."""
 GLANCE_S = 0.1
 """While one rank is waited for, the others are looked after so often."""
+LAST_WORDS_S = 3.0
+"""How long is waited for the end of a rank, when another has said that it cannot hear it."""
 
 
 class RankLost(RunnerLost):
@@ -72,7 +75,13 @@ class RankGroup:
             RankLost: one did not begin.
             ValueError: one cannot do what it is made for.
         """
-        self.ready = self._answers(START_S, is_fatal=False)
+        try:
+            self.ready = self._answers(START_S, is_fatal=False)
+        except BaseException:
+            if self._lost is None:
+                self._lost = "the ranks did not begin"
+                self._end(force=True)
+            raise
 
     def ask(self, command: Command) -> list[Any]:
         """Have all ranks do something; their answers, by rank.
@@ -98,9 +107,10 @@ class RankGroup:
     def _send(self, commands: Sequence[Command | None], answered: bool = True) -> None:
         if self._lost:
             raise RankLost(self._lost)
-        for line, command in zip(self._lines, commands, strict=True):
-            if command is not None:
-                line.send((self._number if answered else None, command))
+        with undisturbed():  # or one would wait for another that was told nothing
+            for line, command in zip(self._lines, commands, strict=True):
+                if command is not None:
+                    line.send((self._number if answered else None, command))
 
     def _answers(
         self, patience_s: float, asked: Sequence[bool] | None = None, is_fatal: bool = True
@@ -110,19 +120,34 @@ class RankGroup:
         answers: list[Any] = [None] * len(self._lines)
         give_up_s = time.perf_counter() + patience_s
         while pending:
-            for place, rank in enumerate(list(pending)):
-                for number, answer in self._hear(rank, GLANCE_S if place == 0 else 0.0):
-                    if isinstance(answer, Failed) and (is_fatal or number is None):
-                        self._fail(f"rank {rank} of {len(self._lines)} failed: {answer.trace}")
-                    if number == self._number and rank in pending:
-                        answers[rank] = answer
-                        pending.remove(rank)
+            with undisturbed():  # what was heard is not to be lost
+                self._listen(pending, answers, is_fatal)
             if pending and time.perf_counter() > give_up_s:
                 self._fail(f"rank {pending[0]} did not answer for {patience_s:.0f} s")
         for answer in answers:
             if isinstance(answer, Failed):
                 raise answer.error
         return answers
+
+    def _listen(self, pending: list[int], answers: list[Any], is_fatal: bool) -> None:
+        """Hear all who have not answered yet; wait a moment for the first of them."""
+        for place, rank in enumerate(list(pending)):
+            for number, answer in self._hear(rank, GLANCE_S if place == 0 else 0.0):
+                if isinstance(answer, Failed) and (is_fatal or number is None):
+                    self._blame(rank, answer)
+                if number == self._number and rank in pending:
+                    answers[rank] = answer
+                    pending.remove(rank)
+
+    def _blame(self, rank: int, failed: Failed) -> NoReturn:
+        """A rank has failed; or, if it could not hear one that is gone, that one is lost."""
+        if isinstance(failed.error, ConnectionError):
+            give_up_s = time.perf_counter() + LAST_WORDS_S
+            others = [other for other in range(len(self._lines)) if other != rank]
+            while time.perf_counter() < give_up_s:
+                for other in others:
+                    self._hear(other, GLANCE_S / len(others))
+        self._fail(f"rank {rank} of {len(self._lines)} failed: {failed.trace}")
 
     def _hear(self, rank: int, patience_s: float) -> list[tuple[int | None, Any]]:
         try:

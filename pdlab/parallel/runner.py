@@ -17,7 +17,7 @@ from pdlab.engine.probe import LayerObserver
 from pdlab.engine.runner import ModelRunner, StepOutput
 from pdlab.engine.scheduler import ScheduledBatch
 from pdlab.engine.timing import StageClock
-from pdlab.kvcache import KVLayout, KVMemory, KVWriter, Release, Wire
+from pdlab.kvcache import KVLayout, KVMemory, KVWriter, PagedKVCache, Release, Wire
 from pdlab.models import Model
 from pdlab.models.shard_plan import Shard, ShardPlan
 from pdlab.models.sharded import shard_weights
@@ -220,8 +220,28 @@ def _parts(
 
 
 def sharded_memory(model: Model, config: EngineConfig) -> KVMemory:
-    """The bookkeeping of a parallel engine's KV memory; the bytes are taken by its ranks."""
+    """The bookkeeping of a parallel engine's KV memory; the bytes are taken by its ranks.
+
+    Raises:
+        ValueError: all ranks are on this machine, which has not so much memory.
+    """
+    if model.device.type == "cpu" and config.rank_host in ("process", "thread"):
+        _check_memory(model, config)
     return admission.make_memory(model, config, device="meta", cache_class=ShardedKVCache)
+
+
+def _check_memory(model: Model, config: EngineConfig) -> None:
+    """Before the bookkeeping of more blocks than there could be takes all of it."""
+    one = PagedKVCache(model.config, 1, config.block_size, config.kv_format, "meta")
+    needed = one.block_bytes * (config.num_blocks + config.num_swap_blocks)
+    try:
+        torch.empty(needed, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise ValueError(
+            f"num_blocks={config.num_blocks} and num_swap_blocks={config.num_swap_blocks} of "
+            f"block_size={config.block_size} tokens need {needed / 2**30:,.1f} GiB of KV memory, "
+            "which this machine does not have"
+        ) from error
 
 
 def lines_of(model: Model, config: EngineConfig) -> Sequence[Line]:
@@ -235,4 +255,12 @@ def lines_of(model: Model, config: EngineConfig) -> Sequence[Line]:
             from pdlab.parallel.hosts.processes import process_lines
 
             return process_lines(model, config)
-    raise ValueError(f"rank_host={config.rank_host!r} is not there yet")
+        case "torchrun":
+            from pdlab.parallel.hosts.torchrun import torchrun_lines
+
+            return torchrun_lines(model, config)
+        case "ray":
+            from pdlab.parallel.hosts.ray_actors import ray_lines
+
+            return ray_lines(model, config)
+    raise AssertionError(config.rank_host)

@@ -22,10 +22,10 @@ import torch.distributed as dist
 import pdlab
 from pdlab import Engine, EngineConfig, SamplingParams
 from pdlab.child.job import Meeting
-from pdlab.disagg.hosts.command_line import prompt_of
 from pdlab.disagg.hosts.host import WorkerDied
 from pdlab.disagg.hosts.ranks import _parser, _specs, rank_cluster, serve_rank
 from pdlab.disagg.hosts.spec import TransportSpec, WorkerSpec
+from pdlab.parallel.command_line import prompt_of
 
 NAME = "random:tiny-llama"
 PROMPTS = [[3 + (7 * i + n) % 50 for i in range(n)] for n in (1, 16, 33)]

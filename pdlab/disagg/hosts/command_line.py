@@ -16,11 +16,11 @@ from pdlab.disagg.replay import replay_on_cluster
 from pdlab.disagg.router import ON_FAILURE, TRANSFERS, RouterConfig
 from pdlab.disagg.serving import ClusterRun
 from pdlab.disagg.worker import Role
-from pdlab.engine import EngineConfig, Prompt, SamplingParams
+from pdlab.engine import EngineConfig, RequestOutput, SamplingParams
 from pdlab.link import LINKS, Link
-from pdlab.models import Model
 from pdlab.models.catalog import DEFAULT_MODEL
 from pdlab.models.loading import AUTO
+from pdlab.parallel.command_line import outputs_as_json, print_outputs, prompt_of
 from pdlab.workload.traces import find_trace, read_trace
 
 
@@ -124,11 +124,7 @@ def _generate(args: argparse.Namespace, cluster: Cluster) -> bool:
     if args.json:
         print(json.dumps(_as_json(cluster, outputs)))
     else:
-        for output in outputs:
-            print(f"{output.request_id}  {len(output.token_ids)} tokens, {output.finish_reason}")
-            print(f"    {output.text or output.token_ids}")
-            if output.error:
-                print(f"    {output.error}")
+        print_outputs(outputs)
         _print_transfers(cluster)
     return any(output.error is not None for output in outputs)
 
@@ -141,30 +137,9 @@ def _print_chunks(cluster: Cluster, printed: dict[str, int]) -> None:
         printed[request_id] = len(job.chunks)
 
 
-def prompt_of(text: str, model: Model) -> Prompt:
-    """A prompt as text or, for a model without a tokenizer, as `3,14,15`."""
-    if model.tokenizer is not None:
-        return text
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(
-            f"prompts: {text!r:.60} must be token ids, as in 3,14,15: {model.name} has no tokenizer"
-        ) from None
-
-
-def _as_json(cluster: Cluster, outputs: Sequence[Any]) -> dict[str, Any]:
+def _as_json(cluster: Cluster, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     return {
-        "outputs": [
-            {
-                "request_id": output.request_id,
-                "token_ids": output.token_ids,
-                "finish_reason": output.finish_reason,
-                "text": output.text,
-                "error": str(output.error or ""),
-            }
-            for output in outputs
-        ],
+        "outputs": outputs_as_json(outputs),
         "transfers": [
             {
                 "request_id": record.request_id,

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
+from pdlab.child.pipe import Pipe
 from pdlab.disagg.worker import Worker
 
 START_S = 120.0
@@ -48,15 +49,6 @@ class Answer:
 @dataclass(frozen=True)
 class Stop:
     """End in good order."""
-
-
-class Pipe(Protocol):
-    """The worker's end: what `serve` needs of it. `drain` sends all, however long it takes."""
-
-    def fileno(self) -> int: ...
-    def receive(self) -> list[Any]: ...
-    def send(self, message: Any) -> None: ...
-    def drain(self) -> None: ...
 
 
 def serve(worker: Worker, pipe: Pipe) -> None:

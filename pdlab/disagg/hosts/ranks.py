@@ -34,10 +34,7 @@ from pdlab.disagg.hosts.host import WorkerDied
 from pdlab.disagg.hosts.rank_cluster import rank_cluster, serve_rank
 from pdlab.disagg.hosts.spec import TransportSpec, WorkerSpec
 from pdlab.models import load_outline
-
-
-class Terminated(BaseException):
-    """SIGTERM: torchrun ends a job of which a rank has failed."""
+from pdlab.parallel.command_line import Terminated, heed_sigterm
 
 
 def main() -> NoReturn:
@@ -63,7 +60,7 @@ def main() -> NoReturn:
 
 def _route(args: argparse.Namespace, specs: Sequence[WorkerSpec], meeting: Meeting) -> int:
     """Rank 0: serve what was asked for; the exit status."""
-    signal.signal(signal.SIGTERM, _terminate)
+    heed_sigterm()
     cluster: Cluster | None = None
     try:
         model = load_outline(args.model, progress=False)
@@ -79,11 +76,6 @@ def _route(args: argparse.Namespace, specs: Sequence[WorkerSpec], meeting: Meeti
         if cluster is not None:
             _tell_lost(cluster)
     return 1
-
-
-def _terminate(*_: object) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated
 
 
 def _tell_lost(cluster: Cluster) -> None:

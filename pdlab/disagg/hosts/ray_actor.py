@@ -112,4 +112,6 @@ class RayHost(RemoteHost):
 
     def close(self) -> None:
         """End it in good order, or, if it does not obey, by force."""
-        self._calls.close(Stop(), CLOSE_S)
+        if ray.is_initialized():
+            self._calls.send(Stop())
+        self._calls.close(CLOSE_S)

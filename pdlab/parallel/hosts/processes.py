@@ -7,12 +7,10 @@ is told and what it answers. Each loads the weights by the model's name and keep
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
-from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 import torch
@@ -21,22 +19,16 @@ from pdlab.child import Child, SocketChannel, be_child
 from pdlab.engine.config import EngineConfig
 from pdlab.machine import deal, physical_cores
 from pdlab.models import Model
-from pdlab.models.loading import weights_by_name
-from pdlab.models.shard_plan import ShardPlan
-from pdlab.parallel.group import RankLost, serve
+from pdlab.parallel.hosts.lines import ChannelLine, RankSpec, be_rank, specs_of
 from pdlab.parallel.rank import Rank
 from pdlab.parallel.sockets import SocketWires
 
 
 @dataclass(frozen=True)
-class RankSpec:
-    """All that a rank's process is told at first."""
+class _Told:
+    """The first message to a rank's process."""
 
-    number: int
-    plan: ShardPlan
-    model: Model
-    """Without weights, and without what is not needed to make them."""
-    config: EngineConfig
+    spec: RankSpec
     others: dict[int, int]
     """By rank, the descriptor of the socket to it."""
     num_threads: int
@@ -46,93 +38,66 @@ class RankSpec:
 
 
 def main(descriptor: int) -> NoReturn:
-    """A rank's process; the spec is the first thing it hears."""
+    """A rank's process."""
     be_child(descriptor, _work)
 
 
 def _work(channel: SocketChannel, messages: list[Any]) -> None:
-    spec, *others = messages
-    torch.set_num_threads(spec.num_threads)
-    serve(partial(_make, spec), _messages(channel, others), _Replies(channel))
+    told, *others = messages
+    torch.set_num_threads(told.num_threads)
 
+    def make() -> Rank:
+        ends = {rank: socket.socket(fileno=descriptor) for rank, descriptor in told.others.items()}
+        spec: RankSpec = told.spec
+        return spec.make(SocketWires(ends))
 
-def _make(spec: RankSpec) -> Rank:
-    wires = SocketWires({rank: socket.socket(fileno=fd) for rank, fd in spec.others.items()})
-    weights = weights_by_name(spec.model.name, spec.model.dtype, spec.model.device)
-    return Rank(spec.plan, spec.number, spec.model, weights, spec.config, wires)
-
-
-def _messages(channel: SocketChannel, first: list[Any]) -> Iterator[Any]:
-    """What is said, until the other end is gone."""
-    yield from first
-    try:
-        while True:
-            yield from channel.receive()
-            wait([channel.fileno()])
-    except EOFError:
-        return
-
-
-class _Replies:
-    def __init__(self, channel: SocketChannel):
-        self._channel = channel
-
-    def send(self, message: tuple[int | None, Any]) -> None:
-        self._channel.send(message)
-        self._channel.drain()
+    be_rank(make, channel, others)
 
 
 # --- in the engine's process --------------------------------------------------------------------
 
 
-class ProcessLine:
+class ProcessLine(ChannelLine):
     """A rank in a process; see `Line`."""
 
-    def __init__(self, spec: RankSpec, cores: Sequence[int]):
+    def __init__(self, told: _Told, cores: Sequence[int]):
         self._child = Child(
-            f"rank {spec.number}",
+            f"rank {told.spec.number}",
             __name__,
-            spec,
+            told,
             cores=cores,
-            environment={"OMP_NUM_THREADS": str(spec.num_threads)},
-            descriptors=list(spec.others.values()),
+            environment={"OMP_NUM_THREADS": str(told.num_threads)},
+            descriptors=list(told.others.values()),
         )
+        super().__init__(self._child.channel)
 
     @property
     def process_id(self) -> int:
         return self._child.process.pid
-
-    def send(self, message: Any) -> None:
-        self._child.channel.send(message)
-
-    def receive(self, patience_s: float) -> list[Any]:
-        channel = self._child.channel
-        try:
-            if messages := channel.receive():
-                return messages
-            if patience_s:
-                wait([channel.fileno()], patience_s)
-            return channel.receive()
-        except EOFError:
-            raise RankLost(self._child.reason()) from None
 
     def close(self, force: bool) -> None:
         if force and not self._child.is_closed:
             self._child.kill()
         self._child.close()
 
+    def _wait(self, patience_s: float) -> None:
+        self._child.channel.wait(patience_s)
+
+    def _reason(self, end: EOFError) -> str:
+        return self._child.reason()
+
 
 def process_lines(model: Model, config: EngineConfig) -> list[ProcessLine]:
     """A process for each rank of a resolved configuration, on cores of its own if there are
     enough."""
-    plan = ShardPlan(model.config, config.tensor_parallel, config.pipeline_parallel)
+    specs = specs_of(model, config)
     lines: list[ProcessLine] = []
     with ExitStack() as ours, ExitStack() as on_error:
-        ends = _mesh(plan.num_ranks, ours)
-        for number, cores in enumerate(deal(plan.num_ranks, physical_cores())):
-            num_threads = config.rank_threads or len(cores)
-            spec = RankSpec(number, plan, model.outline, config, ends[number], num_threads)
-            lines.append(ProcessLine(spec, [cpu for core in cores for cpu in core]))
+        ends = _mesh(len(specs), ours)
+        shares = deal(len(specs), physical_cores())
+        for spec, own, cores in zip(specs, ends, shares, strict=True):
+            told = _Told(spec.on_gpu(spec.number), own, config.rank_threads or len(cores))
+            lines.append(ProcessLine(told, [cpu for core in cores for cpu in core]))
             on_error.callback(lines[-1].close, force=True)
         on_error.pop_all()
     return lines

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,16 +22,18 @@ from pdlab.parallel.wires import Mail
 
 
 class ThreadLine:
-    """A rank in a thread; see `Line`."""
+    """A rank in a thread; see `Line`.
 
-    def __init__(
-        self, plan: ShardPlan, number: int, model: Model, config: EngineConfig, mail: Mail
-    ):
+    Args:
+        make: makes the rank, in its thread.
+        hang_up: ends its waiting for others: who waits for a rank that is gone, or for one that
+            waits for it, would do so in vain.
+    """
+
+    def __init__(self, number: int, make: Callable[[], Rank], hang_up: Callable[[], None]):
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._mail = mail
-        weights = model.decoder.named_weights().items()
-        make = partial(Rank, plan, number, model, weights, config, mail.wires(number))
+        self._hang_up = hang_up
         self._thread = threading.Thread(
             target=serve,
             args=(make, iter(self._inbox.get, None), _Replies(self._outbox)),
@@ -53,8 +55,8 @@ class ThreadLine:
 
     def close(self, force: bool) -> None:
         self._inbox.put(None)
-        if force:  # whoever waits for this rank, or for one that waits for it, would do so in vain
-            self._mail.hang_up()
+        if force:
+            self._hang_up()
         self._thread.join(CLOSE_S)
 
 
@@ -80,4 +82,12 @@ def thread_lines(model: Model, config: EngineConfig) -> list[ThreadLine]:
     """A thread for each rank of a resolved configuration."""
     plan = ShardPlan(model.config, config.tensor_parallel, config.pipeline_parallel)
     mail = Mail(plan.num_ranks)
-    return [ThreadLine(plan, i, model, config, mail) for i in range(plan.num_ranks)]
+    weights = model.decoder.named_weights().items()
+    return [
+        ThreadLine(
+            number,
+            partial(Rank, plan, number, model, weights, config, mail.wires(number)),
+            mail.hang_up,
+        )
+        for number in range(plan.num_ranks)
+    ]
