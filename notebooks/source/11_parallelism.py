@@ -187,7 +187,7 @@ print(f"of its ranks' time in decode, {share:.0%} went into exchanges   measured
 #   exchanged costs: TP comes out even at best.
 # * **PP** computes one token after the other rank after rank. For a single sequence that is no gain at all:
 #   while one stage works, the other waits. For prompts it can be mended (section 5).
-# * **DP** does nothing for one request. For several there is no exchange and no waiting; but it holds all
+# * **DP** does nothing for one request, which has one core of two. For several there is no exchange and no waiting; but it holds all
 #   weights twice, and each copy reads all of them for its half of the batch.
 #
 # ## 4. A slower wire
@@ -263,7 +263,7 @@ guess.compare("bubbles", 100 * four.idle_share, "%")
 #
 # That is why serving systems fill a pipeline otherwise: not pieces of one step, but several *batches* under
 # way, each a step apart. It needs as many more sequences at once, and every one of them waits as long as
-# before: a pipeline buys throughput and memory, never the latency of one answer.
+# before: a pipeline buys throughput and memory, never a shorter time between two tokens of one answer.
 #
 # And it changes no bit. The layers are computed as ever, only elsewhere:
 
@@ -278,8 +278,8 @@ print(last_plain.probability, last_piped.probability, "  computed, exact=True")
 # %% [markdown]
 # ### Claims, tested
 #
-# * *"Two devices halve the latency."* Section 3: counted by no way. TP shares out the reading of weights and the
-#   arithmetic, and adds an exchange twice a layer; PP shares out neither for a single answer.
+# * *"Two devices halve the latency."* Section 3: measured, none did here. TP shares out the reading of weights and the
+#   arithmetic, and adds an exchange twice a layer; PP shares out neither for a single token.
 # * *"Split a small model over many GPUs to make it fast."* Somebody measured it with a model of 1.5 billion
 #   numbers: one Tesla P100 420 tokens/s, four of them with a quarter of the model each 130, four
 #   with a copy each 975 (llamaR, *Multi-GPU*; published). If it fits, copy it.
