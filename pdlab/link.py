@@ -58,6 +58,7 @@ LINKS = {
         Link(1.25e9, 10e-6, "10GbE"),
         Link(12.5e9, 2e-6, "100GbE"),
         Link(31.508e9, 1e-6, "PCIe4x16"),
+        Link(300e9, 1e-6, "NVLink3"),
         Link(450e9, 1e-6, "NVLink4"),
     )
 }
@@ -67,6 +68,8 @@ LINKS = {
   of 1,500 bytes leaves 94.9% of it to the payload (1,460 of 1,538 bytes on the wire).
 - PCIe4x16: 16 GT/s a lane, 16 lanes, 128 of 130 bits: 31.5 GB/s. PCI Express Base
   Specification 4.0.
+- NVLink3: 600 GB/s in both directions together, 12 links of 25 GB/s each way. NVIDIA A100 Tensor
+  Core GPU Architecture, 2020.
 - NVLink4: 900 GB/s in both directions together, 18 links of 25 GB/s each way. NVIDIA H100 Tensor
   Core GPU Architecture, 2022.
 

@@ -286,8 +286,8 @@ guess.compare("faster", ["none", "one", "both"][faster])
 #   layers *are* on that grid already (lesson 09). What a drafter costs is a matter of bytes. But it is
 #   small, and other things in a step than its weights do not shrink: so c is larger than the bits say.
 # * **20 layers** costs nearly two thirds of a step by its layers, and the head on top, and is
-#   mostly wrong: nobody trained layer 20 to speak. Two thirds of a step for a coin that falls on the wrong
-#   side is how speculation *loses*, and the formula said so before. LayerSkip (Elhoushi et al. 2024)
+#   mostly wrong: nobody trained layer 20 to speak. Most of a step for a guess that stands one time in six
+#   is how speculation *loses*, and the formula said so before. LayerSkip (Elhoushi et al. 2024)
 #   trains a model so that its early layers can speak; then it is another matter.
 #
 # When does a drafter pay at all? With one token of draft, it takes c + 1 (and the check) for 1 + a tokens.
@@ -349,8 +349,8 @@ for task, run in tasks.items():
     )
 
 # %% [markdown]
-# In a few dozen steps it cannot learn much, and what it tries, it pays for. So expect it near the best
-# fixed length on each task rather than above it; what it saves you is knowing which.
+# In a few dozen steps it cannot learn much, and what it tries, it pays for. So expect it below the best fixed
+# length: by a tenth or so, also where the best is to draft nothing. What it saves you is knowing which.
 #
 # ## 6. A full batch
 #
@@ -471,7 +471,8 @@ wb.OverlapView({names[loop.overlap]: loop.trace for loop in loops[2:]}, first=4)
 # (all that the next plan depends on), and *tells* readers and records of them. Empty in the model's lane is
 # time in which it stood still. Hatched is what the host did while the model computed: that is hidden. With
 # overlap it is the telling of the last step, and the caller's wait; what is left between two computations
-# is what the next one has to know. (A caller that *waits* costs no processor. One that computes takes its
+# is what the next one has to know. What is hidden is not all won: the computation itself gets a little longer
+# beside it, so the table above may show less than the picture. (A caller that *waits* costs no processor. One that computes takes its
 # time from the cores that the model needs, and on a CPU hides much less. Handing a step to another thread is
 # not free either: where the caller does nothing, the gain may well be below 1, as overlap then costs more
 # than it hides. And runs differ by a tenth by themselves.)

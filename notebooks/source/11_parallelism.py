@@ -127,7 +127,8 @@ wb.ShardView(two.trace, step=step.step)
 # Rank 0 sends 576 numbers, 2,304 bytes, and does so 61 times: twice a layer, and once for the embedding.
 # Rank 1 sends its half of the logits on top, since the token is drawn in one place. Little, in bytes. But
 # each of the 61 is a moment in which *both have to be there*. Wires have a latency, and the ranks are
-# never ready at the same moment: here rank 0 has twice the heads.
+# never ready at the same moment: here rank 0 has twice the heads
+# (compare the times of *output*, which wait for attention, with those of *mlp*).
 #
 # The black marks are what the formula says, from the shapes alone. They agree to the byte, on every grid
 # (a test holds them against each other). For a prompt, all of that is multiplied by its tokens: with 512 of
@@ -163,7 +164,7 @@ for name, gains in gain.items():
     print(f"{name:22}" + "".join(f"{gains[work]:11.2f}x" for work in works))
 
 # %%
-wb.show(wb.figures.parallel_gains(gain, "measured here, fp32, two rounds, the first to warm up"))
+wb.show(wb.figures.parallel_gains(gain, "measured here in turns, fp32, medians of two rounds"))
 
 
 # %%
@@ -176,19 +177,24 @@ for key, work in (("decode", "decode b1"), ("prefill", "prefill b1")):
     guess.compare(key, in_words(two_ranks[work]), note=f"{two_ranks[work]:.2f} times.")
 share = found.of("TP=2", "decode b1").exchange_share
 print(f"of its ranks' time in decode, {share:.0%} went into exchanges   measured")
+token_ms = 1e3 * found.of("TP=2", "decode b1").median_s
+kernel_ms = 1e3 * lab.answer(model, backend="cpu").typical("decode").wall_s
+print(
+    f"a token: TP = 2 {token_ms:.0f} ms; one process, compiled kernels {kernel_ms:.0f} ms   measured"
+)
 
 # %% [markdown]
 # * **Decode.** The product of *one* row with a matrix hardly uses the second thread of torch (lesson 09), so
 #   one process leaves half of the machine idle. TP gives each core a matrix of its own, and that is worth
-#   more than 61 exchanges cost. Strictly, that is a gain over a poor use of threads: a kernel that uses both
-#   (backend `cpu`) needs no ranks for it. On GPUs the reason is another one, and better: each has a
+#   more than 61 exchanges cost. Strictly, that is a gain over a poor use of threads: the compiled kernels of
+#   lesson 09 use both, and need no ranks to be faster still (last line). On GPUs the reason is another one, and better: each has a
 #   *memory* of its own, and twice the memories read the weights in half the time.
 # * **Prefill.** A product with many rows uses both threads well already. Nothing is left to win, and what is
 #   exchanged costs: TP comes out even at best.
-# * **PP** computes one token after the other rank after rank. For a single sequence that is no gain at all:
-#   while one stage works, the other waits. For prompts it can be mended (section 5).
-# * **DP** does nothing for one request, which has one core of two. For several there is no exchange and no waiting; but it holds all
-#   weights twice, and each copy reads all of them for its half of the batch.
+# * **PP** computes a token rank after rank: while one stage works, the other waits. So for a single sequence
+#   there is nothing to gain (a few hundredths either way are noise). For prompts it can be mended (section 5).
+# * **DP** does nothing for one request, which has one core of two. For several there is no exchange and no
+#   waiting; but it holds all weights twice, and each copy reads all of them for its half of the batch.
 #
 # ## 4. A slower wire
 #
@@ -206,12 +212,12 @@ guess.predict(
 # %%
 links = lab.over_links(model)
 here = links["this machine"]
-print("TP = 2           first token, 128 tokens      a decode step     of it exchanges")
+print("TP = 2          128 tokens  of that the wire    a decode step  of that the wire")
 for name, run in links.items():
-    kind = "measured" if run is here else "simulated"
+    kind = "measured" if run is here else "simulated; the wire predicted"
     print(
-        f"{name:14} {run.prefill_s * 1e3:18.0f} ms {run.decode_s * 1e3:18.1f} ms"
-        f" {run.exchange_share:15.0%}   {kind}"
+        f"{name:14} {run.prefill_s * 1e3:8.0f} ms {run.wire_prefill_s * 1e3:14.0f} ms"
+        f" {run.decode_s * 1e3:13.1f} ms {run.wire_decode_s * 1e3:14.1f} ms   {kind}"
     )
 ratio = links["1GbE"].prefill_s / here.prefill_s
 guess.compare("ethernet", ratio, "times", kind="simulated")
@@ -220,6 +226,8 @@ guess.compare("ethernet", ratio, "times", kind="simulated")
 # A prompt minds the *bandwidth*: of 128 tokens, each rank sends the other 18 MB, and 125 MB/s carry that in
 # 0.14 s. A decode step minds the *latency*: 61 times 30 microseconds, and its few bytes. Both are why systems
 # keep tensor parallel inside a box, where the wires are NVLink, and go to other boxes with pipelines or copies.
+# (*The wire* is bytes and latency alone, one exchange after the other. Of the milliseconds of a decode step one
+# or two are chance.)
 #
 # What would it be for a model that really needs it? Predicted from shapes, peaks and links, nothing run:
 
@@ -256,10 +264,10 @@ four = next(step for step in runs["4 micro-batches"].steps if step.phase == "pre
 guess.compare("bubbles", 100 * four.idle_share, "%")
 
 # %% [markdown]
-# The formula is about time slots, and holds well, as long as pieces are large enough that half a piece takes
-# half the time. Choose a decode step in the widget and move the slider: eight sequences in eight pieces have few
-# bubbles, and take far longer. A piece of one token reads all weights of its stage, just as eight tokens do.
-# *Bubbles are not the goal, time is.*
+# The bubbles are as the formula says. The time is not: from 4 pieces to 8 the bubbles are halved, and next to
+# nothing is won, since smaller products take longer a token. Choose a decode step in the widget and move the
+# slider: eight sequences in eight pieces have few bubbles, and take far longer. A piece of one token reads all
+# weights of its stage, just as eight tokens do. *Bubbles are not the goal, time is.*
 #
 # That is why serving systems fill a pipeline otherwise: not pieces of one step, but several *batches* under
 # way, each a step apart. It needs as many more sequences at once, and every one of them waits as long as
@@ -278,11 +286,12 @@ print(last_plain.probability, last_piped.probability, "  computed, exact=True")
 # %% [markdown]
 # ### Claims, tested
 #
-# * *"Two devices halve the latency."* Section 3: measured, none did here. TP shares out the reading of weights and the
-#   arithmetic, and adds an exchange twice a layer; PP shares out neither for a single token.
+# * *"Two devices halve the latency."* On two cores that share a memory, section 3: none of the ways did. Where
+#   each device has a memory of its own, and the wire is fast, TP comes near it: open the planner again, 2 x 1.
+#   PP never does for a single token.
 # * *"Split a small model over many GPUs to make it fast."* Somebody measured it with a model of 1.5 billion
 #   numbers: one Tesla P100 420 tokens/s, four of them with a quarter of the model each 130, four
-#   with a copy each 975 (llamaR, *Multi-GPU*; published). If it fits, copy it.
+#   with a copy each 975 (llamaR, *Multi-GPU*; published). If it fits, and throughput is the aim, copy it.
 # * *"Tensor parallel gives the same result."* The same mathematics; not the same bits (section 2). Greedy
 #   tokens agree but at near ties.
 # * *"Prefill uses batch parallelism, decode pipeline parallelism."* No rule at all: section 3 has the numbers for

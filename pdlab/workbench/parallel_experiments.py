@@ -13,7 +13,7 @@ from torch import Tensor
 from pdlab.bench.parallel import ParallelCosts, Way, measure_parallel
 from pdlab.costmodel import rank_weight_bytes
 from pdlab.engine import Engine, EngineConfig, SamplingParams
-from pdlab.link import LINKS
+from pdlab.link import LINKS, Link
 from pdlab.models import Model
 from pdlab.models.shard_plan import ShardPlan
 from pdlab.trace import StepRecord, Trace
@@ -76,7 +76,7 @@ def side_by_side(
     *,
     prompt_tokens: int = 256,
     num_steps: int = 8,
-    rounds: int = 1,
+    rounds: int = 2,
 ) -> ParallelCosts:
     """`pdlab bench parallel`, small."""
     return measure_parallel(
@@ -95,8 +95,10 @@ class LinkRun:
 
     prefill_s: float
     decode_s: float
-    exchange_share: float
-    """Of a decode step's time, that of collectives."""
+    wire_prefill_s: float
+    """What the link alone takes of the prompt, one exchange after the other: predicted."""
+    wire_decode_s: float
+    """The same of a decode step."""
 
 
 def over_links(
@@ -104,18 +106,15 @@ def over_links(
     names: Sequence[str | None] = (None, "10GbE", "1GbE"),
     *,
     prompt_tokens: int = 128,
-    num_steps: int = 8,
+    num_steps: int = 24,
 ) -> Mapping[str, LinkRun]:
     """The same prompt with TP = 2, over links as slow as these, simulated; None is this machine's
     own sockets."""
     found = {}
     params = SamplingParams(max_tokens=num_steps + 1, ignore_eos=True, temperature=0)
     for name in progress(names, "links"):
-        config = EngineConfig(
-            tensor_parallel=2,
-            rank_link=LINKS[name] if name else None,
-            enable_prefix_cache=False,
-        )
+        link = LINKS[name] if name else None
+        config = EngineConfig(tensor_parallel=2, rank_link=link, enable_prefix_cache=False)
         with Engine(model, config) as engine:
             for _ in range(2):  # the first warms up
                 first = len(engine.trace.steps)
@@ -124,6 +123,13 @@ def over_links(
         found[name or "this machine"] = LinkRun(
             prefill.wall_s,
             median(step.wall_s for step in decodes),
-            median(step.exchange_share for step in decodes),
+            _wire_s(prefill, link),
+            _wire_s(decodes[-1], link),
         )
     return found
+
+
+def _wire_s(step: StepRecord, link: Link | None) -> float:
+    """What a link takes for all that rank 0 sends in a step, one after the other."""
+    sent = [c.wire_bytes for c in step.collectives if c.rank == 0 and c.wire_bytes]
+    return sum(map(link.transfer_s, sent)) if link else 0.0

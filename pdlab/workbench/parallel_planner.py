@@ -29,7 +29,7 @@ class Settings:
     """What the controls say."""
 
     model: str = "llama-8b"
-    device: str = "a100-80gb"
+    device: str = "h100-sxm"
     link: str = "NVLink4"
     tensor_parallel: int = 2
     pipeline_parallel: int = 1

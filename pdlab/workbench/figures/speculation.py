@@ -176,8 +176,8 @@ def draft_length_figure(runs: Mapping[str, Sequence[tuple[int, int]]], source: s
         )  # fmt: skip
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="tokens", rangemode="tozero")
-    most = {name: max((d for d, _ in steps), default=0) for name, steps in runs.items()}
-    told = ", ".join(f"at most {n} on {name}" for name, n in most.items())
+    means = {name: sum(d for d, _ in steps) / max(1, len(steps)) for name, steps in runs.items()}
+    told = ", ".join(f"{mean:.1f} tokens a step on {name}" for name, mean in means.items())
     return styled(figure, f"The length goes where it pays: {told}", source)
 
 
