@@ -471,10 +471,11 @@ wb.OverlapView({names[loop.overlap]: loop.trace for loop in loops[2:]}, first=4)
 # (all that the next plan depends on), and *tells* readers and records of them. Empty in the model's lane is
 # time in which it stood still. Hatched is what the host did while the model computed: that is hidden. With
 # overlap it is the telling of the last step, and the caller's wait; what is left between two computations
-# is what the next one has to know. What is hidden is not all won: the computation itself gets a little longer
-# beside it, so the table above may show less than the picture. (A caller that *waits* costs no processor. One that computes takes its
-# time from the cores that the model needs, and on a CPU hides much less. Handing a step to another thread is
-# not free either: where the caller does nothing, the gain may well be below 1, as overlap then costs more
+# is what the next one has to know. What is hidden is not all won: the computation itself gets a little
+# longer beside it, so the table above may show less than the picture. (A caller that *waits* costs no
+# processor. One that computes takes its time from the cores that the model needs, and on a CPU hides much
+# less. Handing a step to another thread is not free either: where the caller does nothing, the gain may
+# well be below 1, as overlap then costs more
 # than it hides. And runs differ by a tenth by themselves.)
 #
 # On this CPU a step is so long that the engine's own work is a small part of it: little to win, unless

@@ -187,8 +187,8 @@ print(
 # * **Decode.** The product of *one* row with a matrix hardly uses the second thread of torch (lesson 09), so
 #   one process leaves half of the machine idle. TP gives each core a matrix of its own, and that is worth
 #   more than 61 exchanges cost. Strictly, that is a gain over a poor use of threads: the compiled kernels of
-#   lesson 09 use both, and need no ranks to be faster still (last line). On GPUs the reason is another one, and better: each has a
-#   *memory* of its own, and twice the memories read the weights in half the time.
+#   lesson 09 use both, and need no ranks to be faster still (last line). On GPUs the reason is another one,
+#   and better: each has a *memory* of its own, and twice the memories read the weights in half the time.
 # * **Prefill.** A product with many rows uses both threads well already. Nothing is left to win, and what is
 #   exchanged costs: TP comes out even at best.
 # * **PP** computes a token rank after rank: while one stage works, the other waits. So for a single sequence
