@@ -14,7 +14,6 @@ from .ahead import addresses
 from .attention_plan import AttentionPlan, PagedKV, address
 from .chunks import MOST_CHUNKS
 from .linear import FP32_ROWS, panels_per_chunk
-from .pages import use_huge_pages
 from .team import Team
 from .weights import FORMATS, GROUP, Weight
 
@@ -209,15 +208,8 @@ class CompiledDecoder:
         )
         self._vocab_size, self._num_positions = len(embedding), len(cos)
         self._planes = planes
-        use_huge_pages(weight.data for weight in self._weights())
         self._buffers = _Buffers(shape, 0, planes)
         self._outlines: dict[tuple[int, int, range], _Outline] = {}
-
-    def _weights(self) -> Iterator[Weight]:
-        """All that a step with samples reads."""
-        for layer in self.layers:
-            yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
-        yield self.head
 
     def takes(self, rows: int) -> bool:
         """Whether so many rows are computed sooner here than by torch."""
