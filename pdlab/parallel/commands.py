@@ -103,8 +103,8 @@ class Ready:
 
     weight_bytes: int
     kv_bytes: int
-    spots: list[float]
-    """See `spots_of`."""
+    fingerprints: list[int]
+    """Of its weights, see `fingerprints_of`."""
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,8 @@ class RankGroup:
         """Hear all who have not answered yet; wait a moment for the first of them."""
         for place, rank in enumerate(list(pending)):
             for number, answer in self._hear(rank, GLANCE_S if place == 0 else 0.0):
-                if isinstance(answer, Failed) and (is_fatal or number is None):
+                is_old = number != self._number  # nobody waits for it: it was interrupted, or told
+                if isinstance(answer, Failed) and (is_fatal or is_old):
                     self._blame(rank, answer)
                 if number == self._number and rank in pending:
                     answers[rank] = answer

@@ -37,9 +37,6 @@ from pdlab.parallel.commands import (
 from pdlab.parallel.wires import SlowWires, Wires
 from pdlab.trace import RankSpan
 
-SPOT = 64
-"""Numbers of a weight that `spots_of` looks at."""
-
 
 class Rank:
     """Obeys commands, one after the other. What is sent in between goes over the wires.
@@ -82,8 +79,8 @@ class Rank:
     @property
     def ready(self) -> Ready:
         decoder = self.model.decoder
-        spots = spots_of(decoder.named_weights().values())
-        return Ready(decoder.weight_bytes, self.memory.nbytes, spots)
+        prints = fingerprints_of(decoder.named_weights().values())
+        return Ready(decoder.weight_bytes, self.memory.nbytes, prints)
 
     def obey(self, command: Command) -> Any:
         """Do it; the answer, if there is one."""
@@ -179,6 +176,10 @@ NO_RANKS: dict[str, Any] = {"micro_batches": None, "rank_threads": None, "rank_l
 """The knobs that a rank's own engine configuration must not have."""
 
 
-def spots_of(weights: Iterable[Tensor]) -> list[float]:
-    """A few numbers of each weight, summed: whether two shares come of the same weights."""
-    return [weight.flatten()[:SPOT].double().sum().item() for weight in weights]
+def fingerprints_of(weights: Iterable[Tensor]) -> list[int]:
+    """The bits of each weight, added up: whether two shares come of the same weights."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return [
+        int(weight.contiguous().view(whole[weight.element_size()]).sum(dtype=torch.int64))
+        for weight in weights
+    ]

@@ -34,7 +34,7 @@ from pdlab.parallel.commands import (
 )
 from pdlab.parallel.group import Line, RankGroup
 from pdlab.parallel.micro_batches import cut_batch
-from pdlab.parallel.rank import spots_of
+from pdlab.parallel.rank import fingerprints_of
 from pdlab.sampling import Sampler
 from pdlab.trace import BlockMove
 
@@ -80,7 +80,7 @@ class ParallelRunner(ModelRunner):
         whole = self.model.decoder.named_weights()
         for shard, ready in zip(self.plan.shards, self.ranks.ready, strict=True):
             ours = dict(shard_weights(self.plan.config, shard, whole.items()))
-            if sorted(spots_of(ours.values())) != sorted(ready.spots):
+            if sorted(fingerprints_of(ours.values())) != sorted(ready.fingerprints):
                 raise ValueError(
                     f"model {self.model.name!r} was changed after it was loaded, and rank "
                     f"{shard.rank} loaded it anew: use rank_host='thread'"

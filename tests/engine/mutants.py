@@ -817,8 +817,10 @@ MUTANTS = [
         "an abort ends the first sample only",
         ENGINE,
         (
-            "            if not sample.finished:",
-            "            if not sample.finished and sample.index == 0:",
+            "            if not sample.finished:\n"
+            '                self._end(request, sample, "abort")',
+            "            if not sample.finished and sample.index == 0:\n"
+            '                self._end(request, sample, "abort")',
         ),
     ),
     # --- swapping ---
