@@ -345,7 +345,7 @@ def test_packed_weights_are_refused():
 
 
 def test_auto_on_a_gpu_is_triton_unless_something_keeps_it(monkeypatch):
-    on_gpu = SimpleNamespace(decoder=SimpleNamespace(device=torch.device("cuda")), packed=None)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), packed=None)
     reasons = [None, "no"]
     monkeypatch.setattr(triton_forward, "why_not", lambda model, config: reasons.pop(0))
     assert admission._backend(on_gpu, EngineConfig()) == "triton"
