@@ -1,4 +1,5 @@
-"""Processes that are started for a part of the work, and how to talk with them."""
+"""Processes that do a part of the work, and how to talk with them: fresh interpreters of this
+machine, ranks of a torch.distributed job, actors of Ray."""
 
 from pdlab.child.process import CLOSE_S, Child, be_child
 from pdlab.child.socket_channel import SocketChannel

@@ -3,6 +3,11 @@
 with local_cluster(model) as cluster:                       # in this process, deterministic
 with process_cluster(model, local_specs(1, 1)) as cluster:  # a process for each, on its cores
     cluster.generate(prompts, params)                       # as of `pdlab.Engine`
+
+Replicas (data parallel) are workers of role `both`, whose engines may have ranks of their own:
+
+specs = local_specs(0, 2, role="both", config=EngineConfig(tensor_parallel=2))
+with process_cluster(model, specs, RouterConfig(mode="aggregated")) as cluster: ...
 """
 
 from pdlab.disagg.cluster import Cluster

@@ -165,19 +165,25 @@ def load(
 
 
 def load_outline(
-    name: str | PathLike[str] = catalog.DEFAULT_MODEL, *, progress: bool = True
+    name: str | PathLike[str] = catalog.DEFAULT_MODEL,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | str | None = None,
+    progress: bool = True,
 ) -> Model:
     """A model without its weights, for who needs its tokenizer and its limits only: a router, or an
     engine of several ranks, which load their shares themselves.
 
     Args:
         name, progress: as of `load`. What has to be fetched is fetched whole.
+        device, dtype: as of `load`, of those ranks.
 
     Raises:
         ValueError, FetchError: as `load`.
     """
+    target = _device(device)
     found = _found(name, progress)
-    return found.model(fspath(name), Decoder(found.config, torch.float32, NOWHERE), CPU)
+    return found.model(fspath(name), Decoder(found.config, _dtype(dtype, target), NOWHERE), target)
 
 
 def weights_by_name(

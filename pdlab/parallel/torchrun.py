@@ -15,10 +15,7 @@ import os
 import signal
 import sys
 import traceback
-from dataclasses import replace
 from typing import Any, NoReturn
-
-import torch
 
 from pdlab.engine import Engine, EngineConfig, SamplingParams
 from pdlab.models import load_outline
@@ -59,12 +56,7 @@ def main() -> NoReturn:
 
 def _generate(args: argparse.Namespace) -> None:
     """Rank 0: run the prompts, and print what came of them."""
-    dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
-    model = replace(
-        load_outline(args.model, progress=False),
-        device=torch.device(args.device),
-        dtype=DTYPES[dtype],
-    )
+    model = load_outline(args.model, device=args.device, dtype=args.dtype, progress=False)
     config = EngineConfig(
         tensor_parallel=args.tensor_parallel,
         pipeline_parallel=args.pipeline_parallel,

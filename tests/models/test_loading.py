@@ -153,6 +153,7 @@ def test_an_outline_knows_what_its_model_knows_and_holds_no_weights(
     assert model.tokenizer is not None
     assert outline.tokenizer.encode("Why?") == model.tokenizer.encode("Why?")
     assert {tensor.device.type for tensor in parameters(outline).values()} == {"meta"}
+    assert load_outline("random:tiny-llama", dtype="bf16").dtype is torch.bfloat16
     with pytest.raises(ValueError, match="no model is called 'nobody'"):
         load_outline("nobody")
 

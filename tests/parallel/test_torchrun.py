@@ -19,6 +19,7 @@ import pytest
 
 import pdlab
 from pdlab import Engine, EngineConfig, SamplingParams
+from pdlab.link import Link
 from pdlab.parallel import ParallelRunner, RankLost
 from pdlab.parallel.command_line import prompt_of
 from pdlab.parallel.hosts.torchrun import serve_rank
@@ -134,6 +135,10 @@ def test_what_does_not_fit_the_job_is_refused(monkeypatch: pytest.MonkeyPatch) -
         serve_rank()
     with pytest.raises(ValueError, match="pipeline_parallel=3 need 6 ranks: the job has 2"):
         Engine(model, config)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    slow = EngineConfig(tensor_parallel=2, rank_host="torchrun", rank_link=Link.named("10GbE"))
+    with pytest.raises(ValueError, match=r"rank_link=.* machines have a clock each"):
+        Engine(model, slow)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ValueError, match="this is rank 1, and rank 0 has the engine"):
         Engine(model, config)

@@ -14,7 +14,7 @@ from pdlab.disagg.worker import ROLES, Role, Worker
 from pdlab.engine import Engine, EngineConfig
 from pdlab.link import Link
 from pdlab.machine import deal, physical_cores
-from pdlab.models import Model, load
+from pdlab.models import Model, load, load_outline
 from pdlab.models.catalog import DEFAULT_MODEL
 from pdlab.models.loading import AUTO, DTYPES
 from pdlab.requirements import require_choice, require_int, require_number, shown
@@ -91,6 +91,7 @@ class WorkerSpec:
     model: str = DEFAULT_MODEL
     """As `pdlab.load` takes it."""
     config: EngineConfig = field(default_factory=EngineConfig)
+    """With `tensor_parallel` or `pipeline_parallel` above 1 the worker has ranks of its own."""
     dtype: str | None = None
     """None for the device's usual one."""
     weights: str = AUTO
@@ -173,15 +174,7 @@ def make_worker(
     """
     if spec.transport.kind == "in-process" and board is None and transport is None:
         raise ValueError("board=None: transport kind 'in-process' needs one, shared by its workers")
-    if model is None:
-        model = load(
-            spec.model,
-            device=spec.device,
-            dtype=spec.dtype,
-            weights=spec.weights,
-            progress=False,
-        )
-    engine = Engine(model, spec.config)
+    engine = Engine(model or _model_of(spec), spec.config)
     try:
         transport = transport or make_transport(spec.transport, spec.name, board=board)
     except BaseException:
@@ -196,6 +189,15 @@ def make_worker(
         lease_s=spec.lease_s,
         transfer_timeout_s=spec.transfer_timeout_s,
     )
+
+
+def _model_of(spec: WorkerSpec) -> Model:
+    """The model; without weights, where ranks load their shares themselves."""
+    options: dict[str, Any] = {"device": spec.device, "dtype": spec.dtype, "progress": False}
+    has_ranks = spec.config.num_ranks > 1 and spec.config.rank_host != "thread"
+    if has_ranks and spec.weights == AUTO:
+        return load_outline(spec.model, **options)
+    return load(spec.model, weights=spec.weights, **options)
 
 
 def make_transport(
@@ -246,7 +248,7 @@ def local_specs(
 
     They reach each other by sockets. Cores are dealt out so that prefill and decode share none, if
     there are two, and no two workers share one, if there are enough; if there are plenty, one stays
-    free for the router.
+    free for the router. Ranks of an engine stay on its worker's cores.
 
     Args:
         config: of all engines; `prefill_config` and `decode_config` go before it.

@@ -94,7 +94,9 @@ def ray_lines(model: Model, config: EngineConfig) -> list[RayLine]:
     """
     specs = specs_of(model, config)
     share = ActorOptions(config.rank_threads or 1, int(model.device.type == "cuda"))
-    room = RayRoom([share] * len(specs), timeout_s=ROOM_S)
+    # A simulated link compares times, which only processes of one machine can.
+    strategy = "STRICT_PACK" if config.rank_link else "PACK"
+    room = RayRoom([share] * len(specs), strategy=strategy, timeout_s=ROOM_S)
     lines: list[RayLine] = []
     try:
         here = ray.util.get_node_ip_address()

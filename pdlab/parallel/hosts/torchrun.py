@@ -97,6 +97,11 @@ def torchrun_lines(model: Model, config: EngineConfig) -> Sequence[Line]:
             f"tensor_parallel={config.tensor_parallel} and pipeline_parallel="
             f"{config.pipeline_parallel} need {config.num_ranks} ranks: the job has {world_size}"
         )
+    if config.rank_link and int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size:
+        raise ValueError(
+            f"rank_link={config.rank_link!r:.60} compares times, and the job's machines have a "
+            "clock each"
+        )
     meeting = _next_meeting()
     first, *others = specs_of(model, config)
     lines: list[JobLine] = []
