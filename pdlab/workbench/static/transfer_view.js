@@ -146,7 +146,7 @@ class TransferView {
     const rate = run.on_the_way_s ? ` = ${quantity(run.num_bytes / run.on_the_way_s, "B/s")}` : "";
     const facts = run.num_bytes ? [`${quantity(run.num_bytes, "B")}, ${duration(run.on_the_way_s)} on the way${rate}`, `as ${run.wire}`, `${early} % there before the prompt's end`, run.transport] : ["nothing sent"];
     const label = run.link ? `simulated link: ${run.link}` : "";
-    const room = (this.width - x0) / 7.2 - label.length - 3; // in characters, about
+    const room = (this.width - x0 - 8.6 * label.length - 20) / 7.6; // in characters, about
     while (facts.length && facts.join(" · ").length > room) facts.pop();
     const link = label ? `<tspan class="pd-tv-link" dx="10">${escapeText(label)}</tspan>` : "";
     return `<text x="0" y="${y + 18}"><tspan class="pd-strong pd-tv-name">${escapeText(run.name)}</tspan></text><text x="${x0}" y="${y + 18}">${escapeText(facts.join(" · "))}${link}</text>`;
