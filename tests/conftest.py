@@ -46,11 +46,13 @@ LONGEST = (
     "tests/engine/test_speculation.py",
     "tests/engine/test_compiled.py",
     "tests/disagg/test_ray.py",
+    "tests/parallel/test_ray_ranks.py",
     "tests/test_project.py",
     "tests/workbench/test_pd_lab.py",
     "tests/kernels/cpu/test_attention.py",
     "tests/kernels/cpu/test_linear.py",
     "tests/disagg/test_ranks.py",
+    "tests/parallel/test_rank_processes.py",
     "tests/kernels/triton/test_compile.py",
     "tests/disagg/test_processes.py",
 )

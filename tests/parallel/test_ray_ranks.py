@@ -77,8 +77,11 @@ def test_on_a_ray_that_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not ended; and engines come and go on it, two at the same time."""
     import ray
 
-    for name in ("RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED"):
-        monkeypatch.setenv(name, {"RAY_AUTH_MODE": "disabled"}.get(name, "0"))
+    from pdlab.child import own_ray
+
+    aside = own_ray._aside()  # or Ray's processes take long to begin
+    for name, value in own_ray._environment(aside.name).items():
+        monkeypatch.setenv(name, value)
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
         config = EngineConfig(pipeline_parallel=2, rank_host="ray", micro_batches=3)
@@ -90,3 +93,4 @@ def test_on_a_ray_that_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ray.is_initialized()
     finally:
         ray.shutdown()
+        aside.cleanup()
