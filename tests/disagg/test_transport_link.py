@@ -10,7 +10,8 @@ from pdlab.link import LINKS, Bookings, Link
 def test_named_links_have_their_published_rates() -> None:
     gbit_s = {name: link.bandwidth_bytes_s * 8 / 1e9 for name, link in LINKS.items()}
     pcie = 16 * 16 * 128 / 130
-    expected = {"1GbE": 1, "10GbE": 10, "100GbE": 100, "PCIe4x16": pcie, "NVLink4": 18 * 200}
+    expected = {"1GbE": 1, "10GbE": 10, "100GbE": 100, "PCIe4x16": pcie}
+    expected |= {"NVLink3": 12 * 200, "NVLink4": 18 * 200}
     assert gbit_s == pytest.approx(expected, rel=1e-4)
     assert all(Link.named(name) is link and link.name == name for name, link in LINKS.items())
 

@@ -97,7 +97,9 @@ def test_one_engine_after_another_and_a_rank_that_is_killed(job: subprocess.Pope
         assert engine.collect(request_id).finish_reason == "error"
         assert engine.pool.num_free == engine.config.num_blocks
     assert {thread.name for thread in threading.enumerate()} == before
-    assert job.communicate() == ("", "")
+    printed, said = job.communicate()
+    assert printed == ""
+    assert "Traceback" not in said  # torch's store may warn of a connection that was reset
 
 
 def test_a_rank_whose_engine_is_gone_ends(job: subprocess.Popen) -> None:

@@ -19,7 +19,7 @@ has_browser = pytest.mark.skipif(find_browser() is None, reason="needs Chromium 
 
 
 def test_it_shows_the_cost_models_prediction() -> None:
-    view = ParallelPlanner(tensor_parallel=4, pipeline_parallel=2, batch=32)
+    view = ParallelPlanner(device="a100-80gb", tensor_parallel=4, pipeline_parallel=2, batch=32)
     known = predict_parallel(
         shape("llama-8b"),
         load_hardware()["a100-80gb"],
