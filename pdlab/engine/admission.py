@@ -61,6 +61,7 @@ def resolve(model: Model, config: EngineConfig) -> EngineConfig:
         backend=_backend(model, replace(config, kv_format=kv_format)),
         attention_backend=attention,
         max_model_len=longest_len,
+        micro_batches=1 if config.num_ranks > 1 and config.is_blockwise else config.micro_batches,
     )
 
 

@@ -107,7 +107,7 @@ class EngineConfig:
     """Stages over which the layers are dealt out, of `tensor_parallel` ranks each."""
     micro_batches: int | None = None
     """Pieces of a step's tokens that follow each other through the stages; None for as many as
-    there are stages."""
+    there are stages, or one where scales of K or V are those of blocks."""
     rank_host: str = "process"
     """Where ranks live: `process` (each in one of its own, on this machine), `thread` (of this
     process), `torchrun` (this process is rank 0 of a job, see `pdlab.parallel.torchrun`) or `ray`
@@ -188,8 +188,7 @@ class EngineConfig:
             raise ValueError(
                 f"exact=True needs attention_backend='exact', not {self.attention_backend!r}"
             )
-        halves = () if self.kv_format == "auto" else parse_kv_format(self.kv_format)
-        if self.exact and any(half.is_blockwise for half in halves):
+        if self.exact and self.is_blockwise:
             raise ValueError(
                 f"exact=True needs a kv_format with token scales, not {self.kv_format!r}: the "
                 "scales of a block depend on which tokens were computed together"
@@ -205,6 +204,12 @@ class EngineConfig:
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}={getattr(self, name)} needs several ranks: {ranks}")
             return
+        if self.is_blockwise and (self.micro_batches or 1) > 1:
+            raise ValueError(
+                f"micro_batches={self.micro_batches} needs a kv_format with token scales, not "
+                f"{self.kv_format!r}: a block that one piece of a step has filled cannot be opened "
+                "again if the step is interrupted"
+            )
         if self.heavy_tokens:
             raise ValueError(
                 f"heavy_tokens={self.heavy_tokens} needs the weights of attention in one place, "
@@ -221,6 +226,12 @@ class EngineConfig:
             raise ValueError(
                 f"rank_threads={self.rank_threads}: ranks with rank_host='thread' share torch's"
             )
+
+    @property
+    def is_blockwise(self) -> bool:
+        """Whether scales of K or V are those of blocks, not of tokens."""
+        halves = () if self.kv_format == "auto" else parse_kv_format(self.kv_format)
+        return any(half.is_blockwise for half in halves)
 
     @property
     def num_ranks(self) -> int:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from pdlab import EngineConfig, ModelConfig
+from pdlab.parallel.group import RankGroup
 from tests.helpers import TINY
 
 ODD = replace(
@@ -39,3 +44,20 @@ def on_threads(tensor_parallel: int, pipeline_parallel: int, **knobs: Any) -> En
         rank_host="thread",
         **{"block_size": 4, "num_blocks": 64} | knobs,
     )
+
+
+@contextmanager
+def while_waiting(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> Iterator[None]:
+    """Act once, when the engine has told its ranks what to do and begins to wait for them."""
+    listen, acted = RankGroup._listen, []
+
+    def watched(group: RankGroup, *args: Any) -> None:
+        if not acted:
+            acted.append(True)
+            act()
+        listen(group, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankGroup, "_listen", watched)
+        yield
+    assert acted

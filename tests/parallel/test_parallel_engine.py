@@ -4,8 +4,10 @@ out, and up to the order of a sum where layers are cut."""
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from pdlab.parallel import RankLost
 from pdlab.parallel.commands import Ran
 from pdlab.parallel.rank import Rank
 from tests.helpers import Seen, random_model, random_prompt, relative_error, run_watched, watch
-from tests.parallel.models import GRIDS, ODD, SHAPES, on_threads
+from tests.parallel.models import GRIDS, ODD, SHAPES, on_threads, while_waiting
 
 PROMPTS = [random_prompt(length, ODD.vocab_size) for length in (13, 4, 22)]
 PARAMS = [
@@ -98,14 +100,33 @@ def test_a_row_of_a_sharded_layer_does_not_depend_on_its_batch(knobs) -> None:
 def test_formats_that_scale_blocks(kv_format: str) -> None:
     """How a token is stored depends on its block, and so not on ranks while a step is one piece."""
     model = random_model(ODD)
-    config = on_threads(2, 2, kv_format=kv_format, micro_batches=1)
-    one = replace(config, tensor_parallel=1, pipeline_parallel=1, micro_batches=None)
+    config = on_threads(2, 2, kv_format=kv_format)
+    one = replace(config, tensor_parallel=1, pipeline_parallel=1)
     tokens, seen, _ = run_watched(model, one, PROMPTS, PARAMS)
     ours, our_seen, _ = run_watched(model, config, PROMPTS, PARAMS)
     assert ours == tokens
     for mine, other in zip(our_seen, seen, strict=True):
         for a, b in zip(mine.logits, other.logits, strict=True):
             assert relative_error(a, b) < 0.05  # a value at the edge of two codes may take either
+
+
+@pytest.mark.parametrize("kv_format", ["fp32", "int8", "int8:channel", "int4:channel/int4:token:4"])
+def test_what_is_computed_again_after_an_interrupt_is_the_same(
+    kv_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step is interrupted once; its pieces have been computed for good, all but the last."""
+    model, config = random_model(ODD), on_threads(1, 2, kv_format=kv_format)
+    tokens, seen, _ = run_watched(model, config, PROMPTS, PARAMS)
+    with Engine(model, config) as engine:
+        ours = watch(engine)
+        ids = [engine.submit(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
+        while engine.scheduler.has_work:
+            press = partial(signal.raise_signal, signal.SIGINT)
+            with while_waiting(monkeypatch, press), pytest.raises(KeyboardInterrupt):
+                engine.step()
+            engine.step()
+        assert [engine.collect(name).token_ids for name in ids] == tokens
+    assert all(same_bits(ours[name], other) for name, other in zip(ids, seen, strict=True))
 
 
 def test_prompts_that_begin_alike_share_blocks() -> None:
@@ -149,6 +170,10 @@ def test_what_is_stored_can_be_read_and_is_the_same() -> None:
         ({"tensor_parallel": 3, "kv_head_groups": 3}, "kv_head_groups=3"),
         ({"micro_batches": 2}, "micro_batches=2 needs several ranks"),
         ({"pipeline_parallel": 2, "micro_batches": 0}, "micro_batches=0"),
+        (
+            {"pipeline_parallel": 2, "micro_batches": 2, "kv_format": "int8:channel"},
+            "micro_batches=2 needs a kv_format with token scales",
+        ),
         ({"pipeline_parallel": 2, "rank_host": "cloud"}, "rank_host='cloud'"),
         ({"pipeline_parallel": 2, "rank_link": 3}, "rank_link=3"),
         ({"pipeline_parallel": 2, "rank_host": "thread", "rank_threads": 1}, "rank_threads=1"),

@@ -23,11 +23,10 @@ import pytest
 from pdlab import Engine, EngineConfig, Model, Policy, SamplingParams, load
 from pdlab.models.loading import load_outline
 from pdlab.parallel import ParallelRunner, RankLost
-from pdlab.parallel.group import RankGroup
 from pdlab.parallel.hosts.processes import ProcessLine
 from tests.helpers import random_prompt
 from tests.models.test_loading import write_directory
-from tests.parallel.models import ODD
+from tests.parallel.models import ODD, while_waiting
 
 PROMPTS = [random_prompt(length, ODD.vocab_size) for length in (13, 4, 22)]
 PARAMS = [
@@ -80,23 +79,6 @@ def left_over() -> int:
 def on_threads(model: Model, config: EngineConfig) -> list[list[int]]:
     with Engine(model, replace(config, rank_host="thread", rank_threads=None)) as engine:
         return [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
-
-
-@contextmanager
-def while_waiting(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> Iterator[None]:
-    """Act once, when the engine has told its ranks what to do and begins to wait for them."""
-    listen, acted = RankGroup._listen, []
-
-    def watched(group: RankGroup, *args: Any) -> None:
-        if not acted:
-            acted.append(True)
-            act()
-        listen(group, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RankGroup, "_listen", watched)
-        yield
-    assert acted
 
 
 # --- nobody dies --------------------------------------------------------------------------------
