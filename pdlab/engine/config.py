@@ -188,7 +188,8 @@ class EngineConfig:
             raise ValueError(
                 f"exact=True needs attention_backend='exact', not {self.attention_backend!r}"
             )
-        if self.exact and self.is_blockwise:
+        is_blockwise = self.is_blockwise  # refuses, too, what is no format
+        if self.exact and is_blockwise:
             raise ValueError(
                 f"exact=True needs a kv_format with token scales, not {self.kv_format!r}: the "
                 "scales of a block depend on which tokens were computed together"
