@@ -114,14 +114,12 @@ class Rank:
 
     @torch.inference_mode()
     def _run(self, micro_batches: list[BatchInputs]) -> Ran:
-        """Compute a step. All its micro-batches but the last are done for good at once."""
+        """Compute a step. Where `commit` has blocks to quantize, it is one micro-batch."""
         communicator, clock = self._communicator, StageClock(self.model.device)
         communicator.begin()
         self._hidden, logits, spans = [], [], []
         for number, inputs in enumerate(micro_batches):
             communicator.micro_batch = number
-            if number:
-                self._runner.commit()
             x = None
             if self.shard.stage:
                 num_tokens = len(inputs.token_ids)

@@ -52,7 +52,7 @@ def record_pipelines(
     knobs = replace(
         config or EngineConfig(),
         pipeline_parallel=pipeline_parallel,
-        micro_batches=None,
+        micro_batches=max(micro_batches),
         enable_prefix_cache=False,
     )
     params = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)

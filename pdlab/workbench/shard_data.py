@@ -12,6 +12,7 @@ from pdlab.costmodel import (
     wire_bytes_by,
 )
 from pdlab.costmodel.predict import ELEMENT_BYTES
+from pdlab.engine.runner import EXACT_ROW_TILE as ROW_TILE
 from pdlab.models.config import ModelConfig
 from pdlab.models.shard_plan import ShardPlan, cut
 from pdlab.trace.records import CollectiveRecord, SequenceRecord, StepRecord
@@ -26,8 +27,6 @@ PARTS = {
     "logits": "logits: slices of the vocabulary, to one rank",
 }
 """What travels, in the order of a forward pass, and why."""
-ROW_TILE = 16
-"""Rows that exact mode computes and sums up at a time."""
 
 
 class Exchange(NamedTuple):
